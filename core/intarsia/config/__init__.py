@@ -1,0 +1,38 @@
+"""Recipes: typed values, how they are resolved, and who set what."""
+
+from intarsia.config.bases import (
+    CheckpointBackendConfig,
+    ComponentConfig,
+    Config,
+    DataSourceConfig,
+    EngineConfig,
+    EnvironmentConfig,
+    ExtensionConfig,
+    LossConfig,
+    MetricSinkConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PlacementConfig,
+    RoleConfig,
+    ScheduleConfig,
+    SharderConfig,
+    StorageConfig,
+    TokenizerConfig,
+)
+from intarsia.config.recipe import (
+    CheckpointConfig,
+    CompileConfig,
+    ComponentOverride,
+    DataConfig,
+    EvaluationConfig,
+    MeshConfig,
+    MixturePart,
+    ParameterGroup,
+    PluginsConfig,
+    PrecisionConfig,
+    ProfileConfig,
+    Recipe,
+    RecomputeConfig,
+    TrainConfig,
+)
+from intarsia.config.values import Choice

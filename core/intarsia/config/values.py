@@ -1,0 +1,6 @@
+"""The plain values that recipes, run directories and checkpoints hold."""
+
+from __future__ import annotations
+
+Choice = bool | int | float | str | None
+"""A plain leaf value, as it is written into JSON."""

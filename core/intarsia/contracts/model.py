@@ -1,0 +1,107 @@
+"""What the run loop needs to know of a model. Torch-free at import."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from intarsia.contracts.sequence import SequenceContext
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Init:
+    """How a parameter starts: `kind` normal (mean 0, `std`, cut at `cut` standard deviations), zeros, ones or constant `value`. Stability: stable."""
+
+    kind: Literal["normal", "zeros", "ones", "constant"]
+    std: float = 0.0
+    cut: float = 3.0
+    value: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Regions:
+    """Module names (dotted) by the purpose that a run may use them for. Stability: provisional.
+
+    `blocks`: the repeated units in execution order (buckets, pipeline cuts, activation checkpoints); `compile`: modules that
+    `local_compile` compiles; `ties`: groups of parameter names that are one tensor, canonical name first.
+    """
+
+    blocks: tuple[str, ...]
+    compile: tuple[str, ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A language model as `nn.Module`: built with shapes only (meta device allowed), filled by the ParameterTable. Stability: provisional.
+
+    Parameters have canonical, unfused names, which are the names of `named_parameters()`. Logits are
+    `project(hidden)`; the loss never needs them whole and calls `ops.cross_entropy(hidden, head_weight_VD, ...)`.
+    """
+
+    def __call__(self, tokens_BS: Tensor, context: SequenceContext) -> Tensor:
+        """Hidden states after the last norm, [B, S, D], in the compute dtype."""
+        ...
+
+    def project(self, hidden_BSD: Tensor) -> Tensor:
+        """Logits [B, S, V]."""
+        ...
+
+    @property
+    def head_weight_VD(self) -> Tensor:
+        """The output projection's weight (the embedding's where tied)."""
+        ...
+
+    def regions(self) -> Regions:
+        """Declared regions and ties."""
+        ...
+
+    def inits(self) -> Mapping[str, Init]:
+        """For every parameter and every persistent buffer that is drawn, by canonical name, how it starts."""
+        ...
+
+    def fill_buffers(self) -> None:
+        """Recompute non-persistent buffers (rope tables) after the module was moved off the meta device."""
+        ...
+
+    def flops_per_token(self, sequence_tokens: int) -> float:
+        """Forward plus backward FLOPs for one trained token of a causal sequence of this length, without recomputation."""
+        ...
+
+
+HFShape = Literal["same", "transpose"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HFRule:
+    """One row of a Hugging Face table. Stability: provisional.
+
+    `theirs` and `ours` are names with at most one `{i}` for the layer. `op` is what happens to the tensor on import (export does the
+    inverse): `same`; `transpose`; `rope_half_to_pairs` with `heads` (a config field's name) to permute rows; `split:K` when `ours`
+    is a tuple of K names that theirs concatenates along dim 0, `stack` when `theirs` has an `{e}` that ours stacks along a new dim 0.
+    """
+
+    theirs: str
+    ours: str | tuple[str, ...]
+    op: str = "same"
+    heads: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HFTable:
+    """A family's Hugging Face interchange, both ways, as data. Stability: provisional.
+
+    `config_to_ours(config_json) -> model config` and `config_to_theirs(model config) -> dict` are "module:function" strings.
+    `ignored` are names in their files that carry nothing (`*.rotary_emb.inv_freq`), as globs. A checkpoint is read strictly: every name of theirs is
+    used or ignored, every name of ours is filled.
+    """
+
+    rules: tuple[HFRule, ...]
+    config_to_ours: str
+    config_to_theirs: str
+    ignored: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,86 @@
+"""What a mixer (attention of any kind, a recurrence) is given by whoever runs it, and what it declares. Torch-free at import.
+
+A family is defined once. Its mixers never build masks or caches: they call the SequenceContext, and the runtime (trainer,
+embedded generator, a serving engine) supplies one that trains packed sequences, reads a paged cache, or shards the context.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ContextKind = Literal["softmax", "latent", "recurrent", "indexed"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """One named cache of a mixer. Stability: provisional.
+
+    `storage` is `"paged"` (one entry of `shape` for each token) or `"state"` (one of `shape` for each sequence). `window` bounds how
+    many past tokens a paged cache must keep (None: all).
+    """
+
+    name: str
+    storage: Literal["paged", "state"]
+    shape: tuple[int, ...]
+    dtype: str
+    window: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MixerSpec:
+    """What a mixer asks of a context: its kind and its caches. Stability: provisional."""
+
+    kind: ContextKind
+    caches: tuple[CacheSpec, ...]
+
+
+@runtime_checkable
+class Mixer(Protocol):
+    """A module that mixes along the sequence. Stability: provisional."""
+
+    def cache_spec(self) -> MixerSpec:
+        """The caches that generation needs, with shapes for one token or one sequence, on one device."""
+        ...
+
+
+class SequenceContext(Protocol):
+    """The sequence side of one forward pass. Stability: provisional.
+
+    A batch is B rows of S tokens; a row may pack several documents. `positions_BS` (int64) is each token's position in its own
+    document. A context that cannot serve a kind raises UsageError naming the kind, the mixer and itself.
+    `mixer` arguments are the mixer module's dotted name in the model, which is also its cache's key.
+    """
+
+    positions_BS: Tensor
+
+    def softmax(
+        self,
+        mixer: str,
+        q_BSHD: Tensor,
+        k_BSKD: Tensor,
+        v_BSKD: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Causal softmax attention of the new tokens over everything visible to them. Returns [B, S, H, Dv]."""
+        ...
+
+    def latent(self, mixer: str, latent_BSC: Tensor, attend: Callable[..., Tensor], **settings: Any) -> Tensor:
+        """Attention over a compressed latent (MLA): the context keeps the latent and calls `attend(latent, positions, mask)`."""
+        ...
+
+    def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
+        """A recurrence with a state for each sequence: the context resets the state where documents begin and keeps it between calls."""
+        ...
+
+    def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
+        """Attention over tokens chosen by an indexer: the context keeps keys, values and index keys."""
+        ...

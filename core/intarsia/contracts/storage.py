@@ -1,0 +1,112 @@
+"""Where a checkpoint's bytes go, and what gives them their format. Torch-free at import."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from intarsia.contracts.state import StateItem
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """An open file of a Storage. Stability: stable."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of `data`, or raise."""
+        ...
+
+    def close(self) -> None:
+        """Make everything durable (fsync) and close. Only after this returns may the file be published."""
+        ...
+
+    def abort(self) -> None:
+        """Close and forget; the file need not exist afterwards. Never raises."""
+        ...
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """A tree of named files. Stability: stable.
+
+    Names are relative, `/`-separated, without `..`. Failing operations raise OSError (FileNotFoundError where a name is
+    missing); the caller adds what it was doing. Methods may be called from several threads and processes.
+    """
+
+    def describe(self) -> str:
+        """Where this is, for messages (`/data/runs/a` or `s3://bucket/a`)."""
+        ...
+
+    def open(self, name: str) -> Writer:
+        """Create `name` (and its parents), replacing any earlier one."""
+        ...
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """`length` bytes from `offset` (to the end when None); fewer only at the end of the file."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Bytes in `name`."""
+        ...
+
+    def list(self, prefix: str = "") -> list[str]:
+        """All file names under the folder `prefix`, sorted, relative to the root of the storage. [] when there is none."""
+        ...
+
+    def publish(self, source: str, destination: str) -> None:
+        """Move the folder `source` to `destination` durably. Afterwards `destination` is whole; if it is interrupted the commit marker, which
+        is written after publish, is missing. Raises FileExistsError when `destination` has files."""
+        ...
+
+    def remove(self, prefix: str) -> None:
+        """Delete a file, or a folder and all under it; missing ones are ignored."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of bytes of one tensor: box `box_start`, `box_size` of global tensor `key`, row-major, at `offset` in `file`. Stability: provisional."""
+
+    key: str
+    box_start: tuple[int, ...]
+    box_size: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One data file: name relative to the checkpoint, size, and its SHA-256. Stability: provisional."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """What one rank wrote. Stability: provisional."""
+
+    files: tuple[FileRecord, ...]
+    pieces: tuple[Piece, ...]
+
+
+@runtime_checkable
+class CheckpointBackend(Protocol):
+    """The format of a checkpoint's data files. Manifest, hashes, commit, retention and resharding arithmetic are core's. Stability: provisional."""
+
+    def write(self, storage: Storage, folder: str, rank: int, tensors: Sequence[tuple[StateItem, Any]]) -> WrittenPart:
+        """Write this rank's primary pieces. `tensors` pairs each item with the list of (Box, contiguous CPU tensor) to write, which
+        belong to the save until it ends. Runs in the background, without collectives. Files are made under `folder`, named so that no other
+        rank's can clash."""
+        ...
+
+    def read(self, storage: Storage, folder: str, pieces: Sequence[Piece], deliver: Callable[[Piece, memoryview], None]) -> None:
+        """Read the listed pieces in any order and hand each one's bytes to `deliver`."""
+        ...
+
+
+JSONObject = Mapping[str, Any]

@@ -1,0 +1,3 @@
+"""Placements: row, column, flat, owned, block, replicate."""
+
+__version__ = "0.1.0.dev0"
