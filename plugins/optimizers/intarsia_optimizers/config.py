@@ -1,0 +1,42 @@
+"""Settings of the optimizers. Torch-free."""
+
+from __future__ import annotations
+
+import chz
+from intarsia.config import OptimizerConfig
+
+
+@chz.chz(typecheck=True)
+class AdamWConfig(OptimizerConfig):
+    """AdamW: Adam with decoupled weight decay."""
+
+    lr: float = chz.field(default=3e-4, doc="Learning rate before the schedule's factor.")
+    weight_decay: float = chz.field(default=0.1, doc="Decoupled weight decay: a parameter shrinks by lr x weight_decay in each step.")
+    betas: tuple[float, float] = chz.field(default=(0.9, 0.95), doc="Decay of the running means of the gradient and of its square.")
+    eps: float = chz.field(default=1e-8, doc="Added to the root of the second mean.")
+    decay_vectors: bool = chz.field(default=False, doc="Decay parameters with fewer than two dimensions (norm weights, biases) as well.")
+    implementation: str = chz.field(default="auto", doc="fused, foreach, or auto: fused where torch has it for the device.")
+
+
+@chz.chz(typecheck=True)
+class MuonConfig(OptimizerConfig):
+    """Muon for matrices (momentum, then the nearest orthogonal matrix by Newton-Schulz), AdamW for everything else."""
+
+    lr: float = chz.field(default=0.02, doc="Learning rate of the matrices before the schedule's factor.")
+    weight_decay: float = chz.field(default=0.1, doc="Decoupled weight decay of the matrices.")
+    momentum: float = chz.field(default=0.95, doc="Decay of the running mean of the gradient.")
+    nesterov: bool = chz.field(default=True, doc="Nesterov momentum.")
+    newton_schulz_steps: int = chz.field(default=5, doc="Newton-Schulz iterations.")
+    eps: float = chz.field(default=1e-7, doc="Added to the norm by which the matrix is divided first.")
+    adjust: str = chz.field(
+        default="original",
+        doc="How lr is scaled for a matrix's shape: original (sqrt(max(1, rows/columns))) or match_rms_adamw (0.2 sqrt(max(rows, columns)): AdamW's lr can be reused).",
+    )
+    not_matrices: tuple[str, ...] = chz.field(
+        default=("*embedding*", "*embed*", "*head*"),
+        doc="Globs on the parts of a parameter's dotted name: these are updated by AdamW although they have two dimensions.",
+    )
+    adamw_lr: float = chz.field(default=3e-3, doc="Learning rate of the rest.")
+    adamw_weight_decay: float = chz.field(default=0.0, doc="Decoupled weight decay of the rest.")
+    adamw_betas: tuple[float, float] = chz.field(default=(0.9, 0.95), doc="AdamW's betas.")
+    adamw_eps: float = chz.field(default=1e-8, doc="AdamW's eps.")
