@@ -35,7 +35,7 @@ Spec = TypeVar("Spec", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class SpecFacts:
-    """What the decorators below record on a spec as `intarsia_spec`."""
+    """What the decorators below record on a spec as `spec_facts` (pluggy keeps its own options in `intarsia_spec`)."""
 
     sort: Literal["offer", "participant", "observer", "declaration"]
     kind: str = ""
@@ -46,7 +46,7 @@ class SpecFacts:
 
 def _spec(facts: SpecFacts) -> Callable[[Spec], Spec]:
     def mark(function: Spec) -> Spec:
-        function.intarsia_spec = facts  # type: ignore[attr-defined]
+        function.spec_facts = facts  # type: ignore[attr-defined]
         return hookspec(function)
 
     return mark
@@ -225,7 +225,7 @@ def after_step(run: Run, summary: StepSummary) -> None:
     """When: after each optimizer step. Where: rank 0. Arguments: global numbers, see StepSummary."""
 
 
-@observer()
+@observer("all")
 def on_step_error(run: Run, step: int, error: BaseException) -> None:
     """When: a step raised; the run is about to end. Where: rank 0, and any rank on which it was raised."""
 
@@ -255,6 +255,6 @@ def after_run(run: Run, outcome: str) -> None:
     """When: once, at the end; `outcome` is "done", "stopped" or "failed". Where: rank 0."""
 
 
-@observer()
+@observer("all")
 def on_run_error(run: Run, error: BaseException) -> None:
     """When: the run ends by an error, before `after_run`. Where: rank 0, and the rank on which it was raised."""
