@@ -27,7 +27,10 @@ class MuonConfig(OptimizerConfig):
     momentum: float = chz.field(default=0.95, doc="Decay of the running mean of the gradient.")
     nesterov: bool = chz.field(default=True, doc="Nesterov momentum.")
     newton_schulz_steps: int = chz.field(default=5, doc="Newton-Schulz iterations.")
-    eps: float = chz.field(default=1e-7, doc="Added to the norm by which the matrix is divided first.")
+    newton_schulz_dtype: str = chz.field(
+        default="bfloat16", doc="Dtype of the iteration; float32 is faster on CPUs without bfloat16 arithmetic."
+    )
+    eps: float = chz.field(default=1e-7, doc="Least norm by which the matrix is divided first.")
     adjust: str = chz.field(
         default="original",
         doc="How lr is scaled for a matrix's shape: original (sqrt(max(1, rows/columns))) or match_rms_adamw (0.2 sqrt(max(rows, columns)): AdamW's lr can be reused).",
