@@ -140,7 +140,7 @@ def _check_boxes(shape: Sequence[int], region: Region) -> str:
     return ""
 
 
-def _busiest_dimension(boxes: Sequence[Box], rank: int) -> int:
+def busiest_dimension(boxes: Sequence[Box], rank: int) -> int:
     """The dimension along which the boxes begin at the most different places: the best one to sort by."""
     return max(range(rank), key=lambda d: len({box.start[d] for box in boxes})) if rank > 1 else 0
 
@@ -149,7 +149,7 @@ def _find_overlap(labelled: list[tuple[Box, int]], rank: int) -> tuple[tuple[Box
     """Two of the boxes that share an element, or None; a sweep along one dimension."""
     if rank == 0:
         return (labelled[0], labelled[1]) if len(labelled) > 1 else None
-    dimension = _busiest_dimension([box for box, _ in labelled], rank)
+    dimension = busiest_dimension([box for box, _ in labelled], rank)
     active: list[tuple[int, tuple[Box, int]]] = []
     for item in sorted(labelled, key=lambda pair: pair[0].start[dimension]):
         start = item[0].start[dimension]

@@ -1,0 +1,242 @@
+"""Moving a tensor from one layout to another: who sends which box to whom, and what is reduced. Pure integers, torch-free.
+
+    plan = transfer(src, dst)
+    plan.sends(rank)      what this rank hands out, for each destination in the order in which that destination expects it
+    plan.receives(rank)   what this rank takes, in the order in which it must be applied
+
+Ranks are row-major numbers over each layout's own axes; rank r of both layouts is the same process, and the meshes may differ in size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from intarsia.contracts.placement import Box, Region
+from intarsia.errors import UsageError
+from intarsia.layout import Layout, busiest_dimension, region_numel, slices
+
+MoveOp = Literal["copy", "sum", "max", "zero"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """One box of data that goes from a rank to a rank. Stability: stable.
+
+    `box` is global. In the source's local buffer it lies in `source_box`, which begins at element `source_offset`; likewise at the
+    destination. `op` is what the destination does with it: `copy` overwrites, `sum` adds to and `max` takes the maximum with what is there. `zero` moves
+    nothing (source and destination are the same rank) and clears the box. On the wire a box is its elements, row-major.
+    """
+
+    source: int
+    destination: int
+    op: MoveOp
+    box: Box
+    source_box: Box
+    source_offset: int
+    destination_box: Box
+    destination_offset: int
+
+    def source_view(self, buffer: Any) -> Any:
+        """The box in the source's contiguous 1-D buffer (torch or numpy), as a view of the box's shape."""
+        return _view(buffer, self.source_offset, self.source_box, self.box)
+
+    def destination_view(self, buffer: Any) -> Any:
+        """The box in the destination's contiguous 1-D buffer (torch or numpy), as a view of the box's shape."""
+        return _view(buffer, self.destination_offset, self.destination_box, self.box)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """(source offset, destination offset, length) of the longest pieces that are contiguous in both local buffers, in order."""
+        return box_runs(self.box, self.source_box, self.source_offset, self.destination_box, self.destination_offset)
+
+
+def _view(buffer: Any, offset: int, holder: Box, box: Box) -> Any:
+    return buffer[offset : offset + holder.numel].reshape(holder.size)[slices(box, holder.start)]
+
+
+def _strides(size: Sequence[int]) -> list[int]:
+    return [math.prod(size[dimension + 1 :]) for dimension in range(len(size))]
+
+
+def box_runs(box: Box, source: Box, source_offset: int, destination: Box, destination_offset: int) -> Iterator[tuple[int, int, int]]:
+    """(source offset, destination offset, length) of the contiguous runs of `box`, which lies inside both `source` and `destination`.
+
+    Each of these is stored row-major from its offset. Without a source or destination of interest give `box` itself with offset 0. Stability: stable.
+    """
+    inner = len(box.size)
+    while inner and (inner == len(box.size) or box.size[inner] == source.size[inner] == destination.size[inner]):
+        inner -= 1
+    # Dimensions after `inner` are whole in both, so that a run is all of them and the box's extent along `inner`.
+    length = math.prod(box.size[inner:])
+    strides = list(zip(_strides(source.size), _strides(destination.size), strict=True))
+    for (from_stride, to_stride), start, a, b in zip(strides, box.start, source.start, destination.start, strict=True):
+        source_offset += (start - a) * from_stride
+        destination_offset += (start - b) * to_stride
+    for index in itertools.product(*map(range, box.size[:inner])):
+        from_step = sum(i * stride for i, (stride, _) in zip(index, strides, strict=False))
+        to_step = sum(i * stride for i, (_, stride) in zip(index, strides, strict=False))
+        yield source_offset + from_step, destination_offset + to_step, length
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Held:
+    """A box of a piece and where it begins in the piece's storage."""
+
+    piece: int
+    offset: int
+    box: Box
+
+
+def _held(piece: int, region: Region) -> Iterator[_Held]:
+    offset = 0
+    for box in region:
+        yield _Held(piece, offset, box)
+        offset += box.numel
+
+
+class _Index:
+    """The boxes of a layout's pieces, sorted, so that those that meet a given box are found without trying all."""
+
+    def __init__(self, layout: Layout) -> None:
+        held = [entry for piece, region in enumerate(layout.regions) for entry in _held(piece, region)]
+        self.dimension = busiest_dimension([entry.box for entry in held], len(layout.shape))
+        self.held = held if not layout.shape else sorted(held, key=lambda entry: entry.box.start[self.dimension])
+        self.starts = [entry.box.start[self.dimension] for entry in self.held] if layout.shape else []
+        self.reach = list(itertools.accumulate((entry.box.end[self.dimension] for entry in self.held), max)) if layout.shape else []
+
+    def meeting(self, box: Box) -> list[tuple[_Held, Box]]:
+        """Every box that meets `box`, with what they have in common, ordered by piece and storage."""
+        low, high = 0, len(self.held)
+        if box.start:
+            start = box.start[self.dimension]
+            low, high = bisect_right(self.reach, start), bisect_left(self.starts, start + box.size[self.dimension])
+        found = [(entry, common) for entry in self.held[low:high] if (common := entry.box.intersect(box)) is not None]
+        return sorted(found, key=lambda pair: (pair[0].piece, pair[0].offset))
+
+
+class Transfer:
+    """The moves that turn `src` into `dst`. Made by `transfer`. Stability: stable.
+
+    A rank that holds a valid copy of an element takes it from itself. Other ranks take it from the holder with their own replica number (counted
+    modulo the number of replicas for ranks outside the source mesh), which spreads the load. Where a
+    reduction is pending in `src` there is one move for each contribution, in ascending order of source, so that every destination gets the same bits. Where a sum is
+    pending in `dst`, coordinate 0 gets the value and the others get zeros; where a maximum is, all get the value.
+    """
+
+    def __init__(self, src: Layout, dst: Layout) -> None:
+        self.src, self.dst = src, dst
+        self.ranks = max(src.ranks, dst.ranks)
+        self._reduction: MoveOp = src.pending[0][1] if src.pending else "copy"  # type: ignore[assignment]
+        self._replicas = math.prod(size for (_, size), kind in zip(src.axes, src.kinds, strict=True) if kind == "replicate")
+        self._sources: dict[tuple[int, int], list[int]] = {}
+        for rank in range(src.ranks):
+            key = (src.index_along(rank, "cut"), src.index_along(rank, "replicate"))
+            self._sources.setdefault(key, []).append(rank)
+        self._holders: dict[int, list[int]] = {}
+        for rank in range(dst.ranks):
+            self._holders.setdefault(dst.index_along(rank, "cut"), []).append(rank)
+
+    @functools.cached_property
+    def _source_index(self) -> _Index:
+        return _Index(self.src)
+
+    @functools.cached_property
+    def _destination_index(self) -> _Index:
+        return _Index(self.dst)
+
+    def _sources_for(self, piece: int, destination: int) -> list[int]:
+        """The ranks, ascending, whose contributions make `piece` of the source for rank `destination`; one where nothing is pending."""
+        inside = destination < self.src.ranks
+        replica = self.src.index_along(destination, "replicate") if inside else destination % self._replicas
+        return self._sources[piece, replica]
+
+    def _takes_zeros(self, destination: int) -> bool:
+        return self.dst.index_along(destination, "sum") > 0
+
+    def receives(self, rank: int) -> list[Move]:
+        """What `rank` takes, from itself too, in the order in which it must be applied; [] for a rank outside the destination's mesh."""
+        moves: list[Move] = []
+        if rank >= self.dst.ranks:
+            return moves
+        for target in _held(0, self.dst.local(rank)):
+            if self._takes_zeros(rank):
+                moves.append(Move(rank, rank, "zero", target.box, target.box, target.offset, target.box, target.offset))
+                continue
+            for origin, common in self._source_index.meeting(target.box):
+                for number, source in enumerate(self._sources_for(origin.piece, rank)):
+                    op = self._reduction if number else "copy"
+                    moves.append(Move(source, rank, op, common, origin.box, origin.offset, target.box, target.offset))
+        return moves
+
+    def sends(self, rank: int) -> list[Move]:
+        """What `rank` hands out, to itself too, by ascending destination and then in the order in which that destination takes it."""
+        moves: list[Move] = []
+        if rank >= self.src.ranks:
+            return moves
+        for origin in _held(self.src.index_along(rank, "cut"), self.src.local(rank)):
+            for target, common in self._destination_index.meeting(origin.box):
+                for destination in self._holders[target.piece]:
+                    if self._takes_zeros(destination):
+                        continue
+                    sources = self._sources_for(origin.piece, destination)
+                    if rank in sources:
+                        op = self._reduction if rank != sources[0] else "copy"
+                        moves.append(Move(rank, destination, op, common, origin.box, origin.offset, target.box, target.offset))
+        return sorted(moves, key=lambda move: (move.destination, move.destination_offset, move.source_offset))
+
+    def send_counts(self, rank: int) -> list[int]:
+        """Elements that `rank` sends to each rank over the wire; 0 to itself."""
+        counts = [0] * self.ranks
+        for move in self.sends(rank):
+            counts[move.destination] += move.box.numel * (move.destination != rank)
+        return counts
+
+    def receive_counts(self, rank: int) -> list[int]:
+        """Elements that `rank` receives from each rank over the wire; 0 from itself."""
+        counts = [0] * self.ranks
+        for move in self.receives(rank):
+            counts[move.source] += move.box.numel * (move.source != rank)
+        return counts
+
+    def moves(self) -> Iterator[Move]:
+        """All moves, by destination."""
+        for rank in range(self.dst.ranks):
+            yield from self.receives(rank)
+
+
+def transfer(src: Layout, dst: Layout) -> Transfer:
+    """The plan that turns a tensor laid out as `src` into one laid out as `dst`. Raises UsageError unless their shapes are equal. Stability: stable."""
+    if src.shape != dst.shape:
+        raise UsageError(f"A tensor of shape {src.shape} cannot be moved into a layout of shape {dst.shape}.")
+    return Transfer(src, dst)
+
+
+def simulate(plan: Transfer, buffers: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Carry out a transfer of all ranks in this process, on plain lists: what every other executor must agree with. Stability: provisional.
+
+    `buffers[r]` are the elements that rank r of the source stores, in storage order; so are the lists that come back for the destination.
+    Elements that nothing writes stay None.
+    """
+    for rank in range(plan.src.ranks):
+        if len(buffers[rank]) != plan.src.numel(rank):
+            raise UsageError(f"Rank {rank} stores {plan.src.numel(rank)} elements, the buffer has {len(buffers[rank])}.")
+    results: list[list[Any]] = []
+    for rank in range(plan.dst.ranks):
+        result: list[Any] = [None] * region_numel(plan.dst.local(rank))
+        for move in plan.receives(rank):
+            for source, target, length in move.runs():
+                there = slice(target, target + length)
+                new = [0] * length if move.op == "zero" else buffers[move.source][source : source + length]
+                if move.op == "sum":
+                    result[there] = [a + b for a, b in zip(result[there], new, strict=True)]
+                elif move.op == "max":
+                    result[there] = list(map(max, result[there], new))
+                else:
+                    result[there] = new
+        results.append(result)
+    return results
