@@ -2,4 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from intarsia.contracts import Entry
+from intarsia.hookspecs import hookimpl
+
 INTARSIA_API = 1
+
+
+@hookimpl
+def offer_commands() -> Sequence[Entry]:
+    """The commands that work without any other plugin."""
+    return [
+        Entry(name="train", target="intarsia.cli.train:command", doc="Train a model by a recipe, or go on with a run."),
+        Entry(name="show", target="intarsia.cli.show:command", doc="Show a run's curves and facts."),
+        Entry(
+            name="checkpoint", target="intarsia.cli.checkpoint:command", doc="List, show, verify, compare, export and import checkpoints."
+        ),
+        Entry(name="config", target="intarsia.cli.config:command", doc="Print a recipe as it is resolved, and who set each value."),
+        Entry(name="plugins", target="intarsia.cli.plugins:command", doc="List, show and check plugins; trace hook calls."),
+    ]
+
+
+@hookimpl
+def offer_data_sources() -> Sequence[Entry]:
+    """Sources of documents."""
+    return []
+
+
+@hookimpl
+def offer_tokenizers() -> Sequence[Entry]:
+    """Tokenizers."""
+    return []
+
+
+@hookimpl
+def offer_schedules() -> Sequence[Entry]:
+    """Learning-rate schedules."""
+    return []
+
+
+@hookimpl
+def offer_losses() -> Sequence[Entry]:
+    """Losses."""
+    return []
+
+
+@hookimpl
+def offer_engines() -> Sequence[Entry]:
+    """Engines that run forward and backward."""
+    return []
+
+
+@hookimpl
+def offer_sharders() -> Sequence[Entry]:
+    """Runtimes that keep parameters as shards."""
+    return []
+
+
+@hookimpl
+def offer_storages() -> Sequence[Entry]:
+    """Places where checkpoints go."""
+    return []
+
+
+@hookimpl
+def offer_metric_sinks() -> Sequence[Entry]:
+    """Receivers of a run's events."""
+    return []

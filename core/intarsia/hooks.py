@@ -1,0 +1,298 @@
+"""The typed facade over the hook relay, and what happens around each call: owners in errors, switched-off observers, trace, guarded randomness."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from intarsia.discovery import describe
+from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
+from intarsia.hookspecs import SpecFacts
+
+if TYPE_CHECKING:
+    from intarsia.contracts import BuildStage, Run, StepSummary
+
+SHOWN_CHARACTERS = 200
+"""How much of each argument's repr a trace line holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A declared hook: its facts, its arguments' names, the plugin (`distribution/entry-point`) that declares it."""
+
+    name: str
+    facts: SpecFacts
+    function: Callable[..., Any]
+    arguments: tuple[str, ...]
+    plugin: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One plugin's function for one hook; `arguments` are those of the spec's that it takes."""
+
+    hook: str
+    owner: str
+    plugin: str
+    function: Callable[..., Any]
+    arguments: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Disabled:
+    """An observer that raised and was switched off. Stability: provisional."""
+
+    plugin: str
+    hook: str
+    cause: str
+
+
+class Trace:
+    """One JSON line for each hook call, to stderr or appended to a file: time, pid, rank, hook, plugin, arguments (bounded repr), seconds, error."""
+
+    def __init__(self, destination: str):
+        self.destination = destination
+        if destination != "stderr":
+            try:
+                self._file = open(destination, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            except OSError as error:
+                raise UsageError(f"INTARSIA_TRACE={destination}: {error.strerror}; give a file that can be written, or stderr.") from error
+
+    @classmethod
+    def from_environment(cls) -> Trace | None:
+        """What INTARSIA_TRACE asks for; None when it is not set."""
+        destination = os.environ.get("INTARSIA_TRACE", "")
+        return cls(destination) if destination else None
+
+    def write(self, implementation: Implementation, arguments: Mapping[str, Any], seconds: float, error: BaseException | None) -> None:
+        """Append one line; several processes may share the file."""
+        line = {
+            "time_s": round(time.time(), 6),
+            "pid": os.getpid(),
+            "rank": environment_rank(),
+            "hook": implementation.hook,
+            "owner": implementation.owner,
+            "plugin": implementation.plugin,
+            "arguments": {name: _bounded(arguments[name]) for name in implementation.arguments},
+            "seconds": round(seconds, 9),
+            "error": None if error is None else describe(error),
+        }
+        (sys.stderr if self.destination == "stderr" else self._file).write(json.dumps(line) + "\n")
+
+
+def _bounded(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+
+
+def environment_rank() -> int:
+    """The rank that a launcher gave this process; 0 without one."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdigit() else 0
+
+
+def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, Any], bool]]]:
+    """The process-wide random generators of what is imported already: name -> (get, set, equal)."""
+    found: dict[str, Any] = {"random": (random.getstate, random.setstate, lambda a, b: a == b)}
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and hasattr(numpy, "get_state"):
+        found["numpy.random"] = (numpy.get_state, numpy.set_state, lambda a, b: repr(a[2:]) == repr(b[2:]) and bytes(a[1]) == bytes(b[1]))
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "set_rng_state"):  # absent while torch itself is being imported
+        found["torch"] = (torch.get_rng_state, torch.set_rng_state, torch.equal)
+        if torch.cuda.is_initialized():
+            found["torch.cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state, torch.equal)
+    return found
+
+
+@contextlib.contextmanager
+def kept_randomness(report: Callable[[str], None]) -> Iterator[None]:
+    """Leave the process-wide random generators as they were, so that no plugin changes a run's numbers by the way; `report` hears which it moved."""
+    before = {name: (functions, functions[0]()) for name, functions in _generators().items()}
+    try:
+        yield
+    finally:
+        for name, ((get, set_, equal), state) in before.items():
+            if not equal(state, get()):
+                set_(state)
+                report(name)
+
+
+class Hooks:
+    """Call hooks through this, never through pluggy's relay. One method for each event of core; `call` for those that plugins declare.
+
+    Participants run in declared order; an exception ends the call as a PluginError that names plugin and hook (an IntarsiaError keeps its class).
+    Observers run on the ranks that their spec says; one that raises is switched off, listed in `disabled` and logged once to `intarsia.<owner>`.
+    `rank` serves events without a `run` argument. Stability: stable.
+    """
+
+    def __init__(self, specs: Mapping[str, Spec], implementations: Mapping[str, Sequence[Implementation]], trace: Trace | None = None):
+        self.rank = environment_rank()
+        self.disabled: list[Disabled] = []
+        self.moved_generators: list[tuple[str, str, str]] = []
+        self._trace = trace
+        self._warnings: list[str] = []
+        self.install(specs, implementations)
+
+    def install(self, specs: Mapping[str, Spec], implementations: Mapping[str, Sequence[Implementation]]) -> None:
+        """Serve these, in this order; what was reported before stays."""
+        self._specs = dict(specs)
+        self._implementations = {name: list(found) for name, found in implementations.items()}
+
+    def take_warnings(self) -> list[str]:
+        """What was reported since the last call (switched-off observers, moved random generators), for the run's own log."""
+        taken, self._warnings = self._warnings, []
+        return taken
+
+    def implementations(self, name: str) -> tuple[Implementation, ...]:
+        """Who implements a hook, in the order of calls."""
+        return tuple(self._implementations.get(name, ()))
+
+    def events(self) -> tuple[Spec, ...]:
+        """The declared events, core's first."""
+        return tuple(spec for spec in self._specs.values() if spec.facts.sort in ("participant", "observer"))
+
+    def call(self, name: str, /, **arguments: Any) -> None:
+        """Call an event by name, with exactly the arguments of its spec. PluginError for an unknown event or wrong arguments."""
+        spec = self._specs.get(name)
+        if spec is None or spec.facts.sort not in ("participant", "observer"):
+            known = [event.name for event in self.events()]
+            raise PluginError(f"{name!r} is not an event that core or a loaded plugin declares. {did_you_mean(name, known)}")
+        if arguments.keys() != set(spec.arguments):
+            raise PluginError(f"event {name!r} takes ({', '.join(spec.arguments)}) and was called with ({', '.join(arguments)}).")
+        found = self._implementations.get(name)
+        if not found:
+            return
+        if spec.facts.sort == "participant":
+            for implementation in found:
+                self._participate(implementation, arguments)
+            return
+        rank = arguments["run"].rank if "run" in arguments else self.rank
+        if spec.facts.ranks == "all" or rank == 0:
+            for implementation in list(found):
+                self._observe(implementation, arguments)
+
+    def invoke(self, implementation: Implementation, arguments: Mapping[str, Any]) -> Any:
+        """Call one implementation, traced and with the process-wide random generators kept. Exceptions pass through."""
+        started = time.perf_counter()
+        failed: BaseException | None = None
+        try:
+            with kept_randomness(lambda generator: self.report_generator(implementation, generator)):
+                return implementation.function(**{name: arguments[name] for name in implementation.arguments})
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            if self._trace is not None:
+                self._trace.write(implementation, arguments, time.perf_counter() - started, failed)
+
+    def _participate(self, implementation: Implementation, arguments: Mapping[str, Any]) -> None:
+        try:
+            self.invoke(implementation, arguments)
+        except KeyboardInterrupt:
+            raise
+        except IntarsiaError as error:
+            raise with_owner(error, f"raised by plugin {implementation.plugin} in {implementation.hook}") from error.__cause__
+        except BaseException as error:
+            text = f"plugin {implementation.plugin} failed in {implementation.hook}: {describe(error)}"
+            raise PluginError(f"{text}. Disable it with plugins.disable={implementation.plugin}, or ask its author.") from error
+
+    def _observe(self, implementation: Implementation, arguments: Mapping[str, Any]) -> None:
+        try:
+            self.invoke(implementation, arguments)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._implementations[implementation.hook].remove(implementation)
+            self.disabled.append(Disabled(implementation.plugin, implementation.hook, describe(error)))
+            text = f"plugin {implementation.plugin} failed in {implementation.hook} and is no longer called there: {describe(error)}"
+            self._warn(implementation.owner, text)
+            logging.getLogger(f"intarsia.{implementation.owner}").debug("traceback of the above", exc_info=error)
+
+    def report_generator(self, implementation: Implementation, generator: str) -> None:
+        """Record once that a plugin moved a process-wide random generator."""
+        fact = (implementation.plugin, implementation.hook, generator)
+        if fact not in self.moved_generators:
+            self.moved_generators.append(fact)
+            text = f"plugin {implementation.plugin} seeded or drew from the global generator of {generator} in {implementation.hook}"
+            self._warn(implementation.owner, f"{text}; its state was put back. Use run.rng(stream, owner) instead.")
+
+    def _warn(self, owner: str, text: str) -> None:
+        self._warnings.append(text)
+        logging.getLogger(f"intarsia.{owner}").warning("%s", text)
+
+    # ------------------------------------------------------------ core's events, typed: see intarsia.hookspecs for when and where
+
+    def before_run(self, run: Run) -> None:
+        """Participants."""
+        self.call("before_run", run=run)
+
+    def before_build(self, run: Run, stage: BuildStage) -> None:
+        """Participants."""
+        self.call("before_build", run=run, stage=stage)
+
+    def after_build(self, run: Run, stage: BuildStage) -> None:
+        """Participants."""
+        self.call("after_build", run=run, stage=stage)
+
+    def before_step(self, run: Run, step: int) -> None:
+        """Participants."""
+        self.call("before_step", run=run, step=step)
+
+    def before_update(self, run: Run, step: int) -> None:
+        """Participants."""
+        self.call("before_update", run=run, step=step)
+
+    def before_checkpoint(self, run: Run, step: int) -> None:
+        """Participants."""
+        self.call("before_checkpoint", run=run, step=step)
+
+    def after_step(self, run: Run, summary: StepSummary) -> None:
+        """Observers."""
+        self.call("after_step", run=run, summary=summary)
+
+    def on_step_error(self, run: Run, step: int, error: BaseException) -> None:
+        """Observers, on every rank that calls."""
+        self.call("on_step_error", run=run, step=step, error=error)
+
+    def after_evaluation(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
+        """Observers."""
+        self.call("after_evaluation", run=run, step=step, metrics=metrics)
+
+    def after_checkpoint(self, run: Run, step: int, location: str) -> None:
+        """Observers."""
+        self.call("after_checkpoint", run=run, step=step, location=location)
+
+    def on_checkpoint_error(self, run: Run, step: int, error: BaseException) -> None:
+        """Observers."""
+        self.call("on_checkpoint_error", run=run, step=step, error=error)
+
+    def after_load(self, run: Run, step: int, location: str) -> None:
+        """Observers."""
+        self.call("after_load", run=run, step=step, location=location)
+
+    def after_run(self, run: Run, outcome: str) -> None:
+        """Observers."""
+        self.call("after_run", run=run, outcome=outcome)
+
+    def on_run_error(self, run: Run, error: BaseException) -> None:
+        """Observers, on every rank that calls."""
+        self.call("on_run_error", run=run, error=error)
+
+
+def with_owner(error: IntarsiaError, owner: str) -> IntarsiaError:
+    """The same exception, its message ending in who raised it; class and exit code stay."""
+    if owner not in str(error):
+        error.args = (f"{error} [{owner}]",)
+    return error
