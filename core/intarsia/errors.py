@@ -40,6 +40,12 @@ class CheckpointError(IntarsiaError):
     exit_code = 5
 
 
+class DistributedError(IntarsiaError):
+    """Processes of one run disagree, or one of them is missing or has failed. Stability: stable."""
+
+    exit_code = 6
+
+
 class StoppedWithCheckpoint(IntarsiaError):
     """The run was asked to stop (SIGTERM, SIGINT), saved a checkpoint and ended. Stability: stable."""
 
