@@ -1,0 +1,243 @@
+"""The token store: a source's documents, tokenised once, in memory-mapped files.
+
+A store is a folder named by the fingerprints of source and tokenizer:
+
+    facts.json     documents, tokens, dtype, digest of the content, whether there is a mask
+    tokens.bin     all ids, documents one after the other (uint16 or uint32)
+    offsets.bin    int64, documents + 1: where each document begins
+    bytes.bin      int64, documents: bytes of UTF-8 that each document stands for
+    trained.bin    uint8 for each id, only where a document has a mask
+
+It is written aside and renamed, under a file lock that ends with its process: of several processes that want it, one builds and
+the others wait. What a run resumes with is compared by the digest, so that a touched or moved file is no change and an edited one is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy
+
+from intarsia.contracts import DataSource, Document, Tokenizer
+from intarsia.errors import IntarsiaError, PluginError, UsageError
+
+FORMAT = 1
+DOCUMENTS_AT_ONCE = 256
+REPORT_EVERY_S = 30.0
+log = logging.getLogger("intarsia.data")
+
+
+class TokenStore:
+    """An opened store. `tokens`, `offsets`, `document_bytes` and `trained` (or None) are read-only arrays on the files."""
+
+    def __init__(self, folder: Path):
+        self.facts = json.loads((folder / "facts.json").read_text())
+        self.documents, self.token_count, self.digest = self.facts["documents"], self.facts["tokens"], self.facts["digest"]
+        self.tokens = _map(folder / "tokens.bin", self.facts["dtype"], self.token_count)
+        self.offsets = _map(folder / "offsets.bin", "int64", self.documents + 1)
+        self.document_bytes = _map(folder / "bytes.bin", "int64", self.documents)
+        self.trained = _map(folder / "trained.bin", "uint8", self.token_count) if self.facts["trained"] else None
+
+
+def open_store(source: DataSource, tokenizer: Tokenizer, name: str, cache: Path, timeout_s: float = 6 * 3600.0) -> TokenStore:
+    """The store of `source` under `cache`, built if need be; `name` says in messages which source it is.
+
+    Errors: UsageError for a document that cannot be read or encoded (with its number), for a cache that cannot be written, and when
+    another process that builds the same store is not done after `timeout_s` seconds.
+    """
+    key = json.dumps([FORMAT, type(source).__qualname__, source.fingerprint(), tokenizer.fingerprint(), tokenizer.vocab_size])
+    folder = cache / hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+    try:
+        if (store := _opened(folder)) is not None:
+            return store
+        cache.mkdir(parents=True, exist_ok=True)
+        with _lock(folder.with_suffix(".lock"), name, timeout_s):
+            if (store := _opened(folder)) is not None:
+                return store
+            aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=cache))
+            try:
+                build(source, tokenizer, name, aside)
+                shutil.rmtree(folder, ignore_errors=True)
+                aside.rename(folder)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+        return TokenStore(folder)
+    except OSError as error:
+        raise UsageError(
+            f"{name}: its tokens cannot be kept in {cache}: {error}. Make room, or set data.cache to another folder."
+        ) from error
+
+
+def build(source: DataSource, tokenizer: Tokenizer, name: str, folder: Path) -> None:
+    """Tokenise all of `source` into `folder`, which exists and is empty. Errors as in `open_store`."""
+    dtype = numpy.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
+    digest = hashlib.blake2b(digest_size=16)
+    lengths: list[int] = []
+    sizes: list[int] = []
+    masked, count, reported = False, len(source), time.monotonic()
+    with open(folder / "tokens.bin", "wb") as tokens, open(folder / "trained.bin", "wb") as trained:
+        for first in range(0, count, DOCUMENTS_AT_ONCE):
+            for ids, mask, size in tokenise(source, tokenizer, name, range(first, min(first + DOCUMENTS_AT_ONCE, count)), dtype):
+                lengths.append(len(ids))
+                sizes.append(size)
+                masked = masked or not mask.all()
+                for file, array in ((tokens, ids), (trained, mask)):
+                    file.write(array.data)
+                    digest.update(array.data)
+            if time.monotonic() - reported > REPORT_EVERY_S:
+                reported = time.monotonic()
+                log.info("%s: tokenised %d of %d documents", name, len(lengths), count)
+        _sync(tokens)
+    if not masked:
+        (folder / "trained.bin").unlink()
+    offsets = numpy.concatenate([[0], numpy.cumsum(lengths, dtype=numpy.int64)]).astype(numpy.int64)
+    digest.update(offsets.data)
+    _write(folder / "offsets.bin", offsets.tobytes())
+    _write(folder / "bytes.bin", numpy.array(sizes, dtype=numpy.int64).tobytes())
+    facts = {"documents": count, "tokens": int(offsets[-1]), "dtype": dtype.name, "digest": digest.hexdigest(), "trained": bool(masked)}
+    _write(folder / "facts.json", json.dumps(facts).encode())
+
+
+Tokenised = tuple[numpy.ndarray, numpy.ndarray, int]
+
+
+def tokenise(source: DataSource, tokenizer: Tokenizer, name: str, numbers: Sequence[int], dtype: numpy.dtype) -> Iterator[Tokenised]:
+    """For each document number: its ids, their mask (uint8) and its bytes of text. bos and eos stand around it where the tokenizer has them.
+
+    A document without any token stays empty. Text goes through the tokenizer's `encode_batch` where it has one.
+    """
+    documents = []
+    for number in numbers:
+        with _named(name, number, "cannot be read"):
+            documents.append(source[number])
+    texts = {number: document.text for number, document in zip(numbers, documents, strict=True) if document.text is not None}
+    encoded: dict[int, Any] = {}
+    if hasattr(tokenizer, "encode_batch"):
+        # One bad text must be named, so a failed batch is done again one by one below.
+        with contextlib.suppress(Exception):
+            encoded = dict(zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True))
+    for number, document in zip(numbers, documents, strict=True):
+        with _named(name, number, "cannot be encoded"):
+            raw, mask = (encoded[number], None) if number in encoded else _ids(document, tokenizer)
+            ids, trained = _framed(numpy.asarray(raw, dtype=numpy.int64), mask, tokenizer, frame_start=document.tokens is None)
+            size = _size(document, tokenizer)
+        yield ids.astype(dtype), trained, size
+
+
+def _ids(document: Document, tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[bool] | None]:
+    """Ids of one document and their mask, None where all are trained on."""
+    if document.text is not None:
+        return tokenizer.encode(document.text), None
+    if document.messages is not None:
+        return tokenizer.render(document.messages)
+    if document.tokens is not None:
+        return document.tokens, document.trained
+    raise UsageError("it has neither text nor messages nor tokens")
+
+
+def _framed(
+    ids: numpy.ndarray, mask: Sequence[bool] | None, tokenizer: Tokenizer, frame_start: bool
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Ids and mask (uint8) with bos before (not before given ids) and eos after; eos is trained on where the token before it is."""
+    if not ids.size:
+        return ids, numpy.empty(0, numpy.uint8)
+    if not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+        bad = ids.min() if ids.min() < 0 else ids.max()
+        raise UsageError(f"token id {bad} is out of range: the tokenizer has the ids 0 to {tokenizer.vocab_size - 1}")
+    if mask is not None and len(mask) != len(ids):
+        raise UsageError(f"{len(ids)} token ids but {len(mask)} values in their mask")
+    trained = numpy.ones(len(ids), numpy.uint8) if mask is None else numpy.asarray(mask, dtype=numpy.uint8)
+    if frame_start and tokenizer.bos_id is not None and ids[0] != tokenizer.bos_id:
+        ids, trained = numpy.concatenate([[tokenizer.bos_id], ids]), numpy.concatenate([trained[:1], trained])
+    if tokenizer.eos_id is not None and ids[-1] != tokenizer.eos_id:
+        ids, trained = numpy.concatenate([ids, [tokenizer.eos_id]]), numpy.concatenate([trained, trained[-1:]])
+    return ids, trained
+
+
+def _size(document: Document, tokenizer: Tokenizer) -> int:
+    """Bytes of UTF-8 that a document stands for: what bits per byte divide by."""
+    if document.text is not None:
+        return len(document.text.encode())
+    if document.messages is not None:
+        return sum(len(message.content.encode()) for message in document.messages)
+    return len(tokenizer.decode(document.tokens or ()).encode())
+
+
+@contextlib.contextmanager
+def _named(name: str, number: int, failure: str) -> Iterator[None]:
+    """Say of any error which source and document it comes from."""
+    try:
+        yield
+    except IntarsiaError as error:
+        raise type(error)(f"{name}: document {number} {failure}: {error}") from error
+    except Exception as error:
+        raise PluginError(f"{name}: document {number} {failure}: {type(error).__name__}: {error}") from error
+
+
+def _opened(folder: Path) -> TokenStore | None:
+    """The store in `folder`, or None where it is missing or damaged (it is built anew then)."""
+    try:
+        return TokenStore(folder)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _map(path: Path, dtype: str, count: int) -> numpy.ndarray:
+    """A file as a read-only array. Errors: ValueError when its size is not that of `count` items."""
+    if path.stat().st_size != count * numpy.dtype(dtype).itemsize:
+        raise ValueError(f"{path} has the wrong size")
+    return numpy.asarray(numpy.memmap(path, dtype=dtype, mode="r", shape=(count,))) if count else numpy.empty(0, dtype)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """A whole file, durable."""
+    with open(path, "wb") as file:
+        file.write(data)
+        _sync(file)
+
+
+def _sync(file: IO[bytes]) -> None:
+    """Everything written so far reaches the disk before the folder is renamed into place."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _lock(path: Path, name: str, timeout_s: float) -> Iterator[None]:
+    """Hold a lock on `path`; the system releases it when the process ends, however it ends.
+
+    Errors: UsageError after `timeout_s`. Where the file system has no locks it goes on without one: the rename is atomic, so the price is
+    that several processes do the same work.
+    """
+    begun = reported = time.monotonic()
+    with open(path, "w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                now = time.monotonic()
+            except OSError as error:
+                log.warning("%s: %s cannot be locked (%s); going on without a lock", name, path, error)
+                break
+            if now - begun > timeout_s:
+                raise UsageError(
+                    f"{name}: another process has been building its token store for {timeout_s:.0f} s. Look for a process that "
+                    f"holds {path}, or set data.cache to another folder."
+                )
+            if now - reported > REPORT_EVERY_S:
+                reported = now
+                log.info("%s: waiting for another process that tokenises it (%.0f s)", name, now - begun)
+            time.sleep(0.05)
+        yield
