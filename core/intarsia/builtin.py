@@ -63,25 +63,53 @@ def offer_tokenizers() -> Sequence[Entry]:
 @hookimpl
 def offer_schedules() -> Sequence[Entry]:
     """Learning-rate schedules."""
-    return []
+    home, configs = "intarsia.train.schedules", "intarsia.train.config"
+    return [
+        Entry(name="constant", config=f"{configs}:ConstantConfig", target=f"{home}:build_constant", doc="Warm-up, then constant."),
+        Entry(name="linear", config=f"{configs}:LinearConfig", target=f"{home}:build_linear", doc="Warm-up, then a straight line down."),
+        Entry(name="cosine", config=f"{configs}:CosineConfig", target=f"{home}:build_cosine", doc="Warm-up, then half a cosine down."),
+        Entry(name="sqrt", config=f"{configs}:SqrtConfig", target=f"{home}:build_sqrt", doc="Warm-up, then the inverse square root."),
+        Entry(name="wsd", config=f"{configs}:WSDConfig", target=f"{home}:build_wsd", doc="Warm-up, stable, decay."),
+    ]
 
 
 @hookimpl
 def offer_losses() -> Sequence[Entry]:
     """Losses."""
-    return []
+    return [
+        Entry(
+            name="cross_entropy",
+            config="intarsia.train.config:CrossEntropyConfig",
+            target="intarsia.train.loss:build",
+            doc="Next-token cross-entropy in chunks, without full logits.",
+        )
+    ]
 
 
 @hookimpl
 def offer_engines() -> Sequence[Entry]:
     """Engines that run forward and backward."""
-    return []
+    return [
+        Entry(
+            name="eager",
+            config="intarsia.train.config:EagerConfig",
+            target="intarsia.train.engine:build",
+            doc="Runs the model as it is written, with compiled and recomputed regions.",
+        )
+    ]
 
 
 @hookimpl
 def offer_sharders() -> Sequence[Entry]:
     """Runtimes that keep parameters as shards."""
-    return []
+    return [
+        Entry(
+            name="whole",
+            config="intarsia.train.config:WholeConfig",
+            target="intarsia.train.whole:build",
+            doc="One process holds every parameter whole.",
+        )
+    ]
 
 
 @hookimpl
