@@ -1,0 +1,48 @@
+"""The operators that kernels may replace, each with a plain reference.
+
+    rms_norm  rope  swiglu  embedding  attention  cross_entropy
+
+Model code calls `ops.NAME(...)`. Which implementation runs is chosen once for a run by `select` and put in force by `install`;
+without that every operator is its reference.
+
+Shape suffixes: B rows, S query tokens, T key tokens, H query heads, K key/value heads, D head or model dim, V vocabulary,
+N tokens of any arrangement, d rotated pairs of a head.
+"""
+
+from __future__ import annotations
+
+from intarsia.ops.attention import Packing
+from intarsia.ops.operator import (
+    Call,
+    Choice,
+    Operator,
+    attention,
+    cross_entropy,
+    embedding,
+    installed,
+    operators,
+    record,
+    rms_norm,
+    rope,
+    swiglu,
+)
+from intarsia.ops.select import Selection, install, select
+
+__all__ = [
+    "Call",
+    "Choice",
+    "Operator",
+    "Packing",
+    "Selection",
+    "attention",
+    "cross_entropy",
+    "embedding",
+    "install",
+    "installed",
+    "operators",
+    "record",
+    "rms_norm",
+    "rope",
+    "select",
+    "swiglu",
+]

@@ -1,0 +1,161 @@
+"""What an operator is: a name, a reference, and the implementation that is in force."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+
+from intarsia.errors import UsageError, did_you_mean
+from intarsia.ops import references
+from intarsia.ops.attention import attention as attention_reference
+from intarsia.ops.cross_entropy import cross_entropy as cross_entropy_reference
+
+log = logging.getLogger("intarsia.ops")
+
+Function = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which implementation of an operator runs, and why. `kernel` is `reference` or an entry's full name. Stability: provisional."""
+
+    kernel: str
+    reason: str
+    function: Function | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One recorded call: shapes and dtypes of its tensors by argument name or position. Stability: provisional."""
+
+    op: str
+    kernel: str
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+
+
+class Operator:
+    """An operator. Calling it runs what is in force; `reference` is its definition. Stability: provisional.
+
+    A kernel's function has the reference's signature. It may have two attributes that are functions as well:
+    `supports(*arguments) -> str | None` says why it cannot take these arguments (the reference takes them, and the reason is logged once);
+    `prepare(packing, **facts) -> None` derives from a batch's packing, outside compiled regions, what the kernel needs of it.
+    """
+
+    def __init__(self, name: str, reference: Function, sort: Literal["pointwise", "norm", "other"], invariant: bool) -> None:
+        self.name = name
+        self.reference = reference
+        self.sort = sort
+        self.invariant = invariant
+        self.__doc__ = reference.__doc__
+        self.put(Choice("reference", "nothing was selected"))
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._run(*arguments, **named)
+
+    def __repr__(self) -> str:
+        return f"<operator {self.name}: {self.choice.kernel}>"
+
+    def put(self, choice: Choice) -> None:
+        """Put a choice in force."""
+        self.choice = choice
+        function = choice.function
+        supports = getattr(function, "supports", None)
+        if function is None:
+            self._run = self.reference
+        elif supports is None:
+            self._run = function
+        else:
+            self._run = self._guarded(function, supports, choice.kernel)
+
+    def prepare(self, packing: Any, **facts: Any) -> None:
+        """Let the kernel in force derive from `packing` what it needs, once for a batch."""
+        prepare = getattr(self.choice.function, "prepare", None)
+        if prepare is not None and packing is not None:
+            prepare(packing, **facts)
+
+    def _guarded(self, function: Function, supports: Function, kernel: str) -> Function:
+        reference, name, told = self.reference, self.name, set[str]()
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            reason = supports(*arguments, **named)
+            if reason is None:
+                return function(*arguments, **named)
+            if not torch.compiler.is_compiling() and reason not in told:
+                told.add(reason)
+                log.info("%s: %s cannot take this call (%s); the reference does", name, kernel, reason)
+            return reference(*arguments, **named)
+
+        return run
+
+
+rms_norm = Operator("rms_norm", references.rms_norm, "norm", invariant=True)
+rope = Operator("rope", references.rope, "pointwise", invariant=True)
+swiglu = Operator("swiglu", references.swiglu, "pointwise", invariant=True)
+embedding = Operator("embedding", references.embedding, "other", invariant=True)
+attention = Operator("attention", attention_reference, "other", invariant=False)
+cross_entropy = Operator("cross_entropy", cross_entropy_reference, "other", invariant=False)
+
+_OPERATORS = {op.name: op for op in (rms_norm, rope, swiglu, embedding, attention, cross_entropy)}
+
+
+def operators() -> Mapping[str, Operator]:
+    """All operators by name. Stability: provisional."""
+    return _OPERATORS
+
+
+def find(name: str) -> Operator:
+    """The operator `name`. Raises UsageError with the nearest names."""
+    if name not in _OPERATORS:
+        raise UsageError(f"There is no operator {name!r} in intarsia.ops. {did_you_mean(name, _OPERATORS)}")
+    return _OPERATORS[name]
+
+
+@contextlib.contextmanager
+def installed(choices: Mapping[str, Choice]) -> Iterator[None]:
+    """Put choices in force for the length of a `with` block. Operators that are not named keep theirs. Stability: provisional."""
+    before = {name: find(name).choice for name in choices}
+    try:
+        for name, choice in choices.items():
+            find(name).put(choice)
+        yield
+    finally:
+        for name, choice in before.items():
+            find(name).put(choice)
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[Call]]:
+    """Collect every call of an operator made outside compiled regions within a `with` block, in order. Stability: provisional.
+
+    A call that a kernel could not take is recorded with kernel `reference`.
+    """
+    calls: list[Call] = []
+    before = {op: op._run for op in _OPERATORS.values()}
+    for op, run in before.items():
+        op._run = _recorded(op, run, calls)
+    try:
+        yield calls
+    finally:
+        for op, run in before.items():
+            op._run = run
+
+
+def _recorded(op: Operator, run: Function, calls: list[Call]) -> Function:
+    kernel, supports = op.choice.kernel, getattr(op.choice.function, "supports", None)
+
+    def recorded(*arguments: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            tensors = {str(k): v for k, v in (*enumerate(arguments), *named.items()) if isinstance(v, torch.Tensor)}
+            taken = supports is None or supports(*arguments, **named) is None
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+            calls.append(Call(op.name, kernel if taken else "reference", shapes, dtypes))
+        return run(*arguments, **named)
+
+    return recorded

@@ -1,0 +1,125 @@
+"""The base class of language model families. B rows, S tokens, D model width, V vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from intarsia import ops
+from intarsia.contracts import Init, Regions, SequenceContext
+from intarsia.errors import PluginError
+from torch import Tensor, nn
+
+from intarsia_models_common.build import Linear, Scope, build, parameter
+from intarsia_models_common.config import LanguageModelConfig
+
+
+class Embedding(nn.Module):
+    """Row `id` of the weight [V, D]."""
+
+    def __init__(self, vocab_size: int, dim: int, std: float) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = parameter(vocab_size, dim)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """[B, S, D]."""
+        return ops.embedding(tokens_BS, self.weight)
+
+    def inits(self) -> dict[str, Init]:
+        """Normal."""
+        return {"weight": Init("normal", std=self.std)}
+
+
+class LanguageModel(nn.Module):
+    """A decoder: embedding, blocks, norm, output projection (an `intarsia.contracts.Model`). Stability: provisional.
+
+    A family derives from it and overrides what differs. Components come from config nodes through the registry. Nothing here or in the components
+    knows of parallelism.
+    """
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim, config.embedding_std)
+        self.rope = self.build_rope()
+        self.layers = nn.ModuleList([build(block, self.scope_of(i)) for i, block in enumerate(config.layers)])
+        self.norm = build(config.norm, self.scope_of(None).inside("norm"))
+        self.head = Linear(config.dim, config.vocab_size, config.dim**-0.5)
+        if config.tied:
+            self.head.weight = self.tok_embeddings.weight
+
+    def build_rope(self) -> nn.Module:
+        """The tables' maker. Its head dim is the attention layers'; a family whose layers differ overrides this."""
+        dims = {getattr(block.attention, "head_dim", None) for block in self.config.layers} - {None}
+        if len(dims) != 1 and self.config.rope.dim is None:
+            raise PluginError(
+                f"{type(self).__name__} cannot tell its rotary dimension: attention.head_dim is {sorted(map(str, dims))}. Set rope.dim."
+            )
+        return build(self.config.rope, self.scope_of(None).inside("rope", self.config.rope.dim or dims.pop()))
+
+    def scope_of(self, layer: int | None) -> Scope:
+        """The scope of block `layer`, or of what stands outside the blocks."""
+        count = len(self.config.layers)
+        std = self.config.initial_std
+        return Scope(
+            name="" if layer is None else f"layers.{layer}",
+            dim=self.config.dim,
+            layer=-1 if layer is None else layer,
+            layers=count,
+            rope_interleaved=self.config.rope.interleaved,
+            std=std,
+            output_std=std / math.sqrt(2 * max(count, 1)),
+        )
+
+    def forward(self, tokens_BS: Tensor, context: SequenceContext) -> Tensor:
+        """Hidden states after the last norm, [B, S, D]."""
+        x_BSD = self.tok_embeddings(tokens_BS)
+        rope = self.rope(context.positions_BS)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, rope, context)
+        return self.norm(x_BSD)
+
+    def project(self, hidden_BSD: Tensor) -> Tensor:
+        """Logits [B, S, V]."""
+        return self.head(hidden_BSD)
+
+    @property
+    def head_weight_VD(self) -> Tensor:
+        """The output projection's weight."""
+        return self.head.weight
+
+    def regions(self) -> Regions:
+        """Each block is a unit of sharding, recomputation and compilation."""
+        blocks = tuple(f"layers.{i}" for i in range(len(self.layers)))
+        ties = (("tok_embeddings.weight", "head.weight"),) if self.config.tied else ()
+        return Regions(blocks=blocks, compile=blocks, ties=ties)
+
+    def inits(self) -> Mapping[str, Init]:
+        """Every parameter's start, as the component that owns it says."""
+        found: dict[str, Init] = {}
+        for prefix, module in self.named_modules():
+            if module is not self and hasattr(module, "inits"):
+                found.update({f"{prefix}.{name}": init for name, init in module.inits().items()})
+        names = [name for name, _ in self.named_parameters()]
+        missing = [name for name in names if name not in found]
+        if missing:
+            owner = type(self.get_submodule(missing[0].rpartition(".")[0])).__name__
+            raise PluginError(f"Parameter {missing[0]} has no initial value: its module {owner} needs a method `inits()` that names it.")
+        return {name: found[name] for name in names}
+
+    def fill_buffers(self) -> None:
+        """Recompute what modules derive from their configs (rope frequencies)."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "fill_buffers"):
+                module.fill_buffers()
+
+    def flops_per_token(self, sequence_tokens: int) -> float:
+        """Three times the forward pass: 2 for each weight of each projection, and the mixers' own."""
+        forward = 0.0
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                forward += 2.0 * module.in_features * module.out_features
+            elif hasattr(module, "mixing_flops_per_token"):
+                forward += module.mixing_flops_per_token(sequence_tokens)
+        return 3.0 * forward

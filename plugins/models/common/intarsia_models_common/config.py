@@ -1,0 +1,105 @@
+"""Settings of the building blocks. Torch-free. Third parties replace any of them by an override or subclass them."""
+
+from __future__ import annotations
+
+import chz
+from intarsia.config import ComponentConfig, ModelConfig
+from intarsia.errors import UsageError, did_you_mean
+
+SCALINGS = ("none", "linear", "llama3", "yarn")
+
+
+@chz.chz(typecheck=True)
+class RMSNormConfig(ComponentConfig):
+    """Root-mean-square norm with a weight."""
+
+    eps: float = chz.field(default=1e-5, doc="Added to the mean square.")
+
+
+@chz.chz(typecheck=True)
+class RopeConfig(ComponentConfig):
+    """Rotary position embedding: the angles, computed in float32."""
+
+    theta: float = chz.field(default=10000.0, doc="Base of the frequencies theta^(-2i/d).")
+    dim: int | None = chz.field(default=None, doc="Dimensions of a head that are rotated; none: all.")
+    interleaved: bool = chz.field(default=False, doc="Rotate pairs (2i, 2i+1) instead of (i, i + d/2).")
+    scaling: str = chz.field(default="none", doc="How frequencies are stretched for longer contexts: none, linear, llama3 or yarn.")
+    factor: float = chz.field(default=1.0, doc="linear, llama3, yarn: how many times longer the context becomes.")
+    original_positions: int = chz.field(default=8192, doc="llama3, yarn: the context length before scaling.")
+    low_frequency_factor: float = chz.field(
+        default=1.0, doc="llama3: wavelengths above original_positions over this are stretched in full."
+    )
+    high_frequency_factor: float = chz.field(default=4.0, doc="llama3: wavelengths below original_positions over this stay.")
+    beta_fast: float = chz.field(default=32.0, doc="yarn: dimensions that turn more often than this in the original context stay.")
+    beta_slow: float = chz.field(default=1.0, doc="yarn: dimensions that turn less often than this are stretched in full.")
+    truncate: bool = chz.field(default=True, doc="yarn: round the bounds of the ramp to whole dimensions.")
+    attention_factor: float | None = chz.field(
+        default=None, doc="yarn: multiplier of cosine and sine; none: 0.1 ln(factor) + 1, or from mscale and mscale_all_dim."
+    )
+    mscale: float | None = chz.field(default=None, doc="yarn: DeepSeek's numerator of the attention factor.")
+    mscale_all_dim: float | None = chz.field(default=None, doc="yarn: DeepSeek's denominator of the attention factor.")
+
+    @chz.validate
+    def _scaling_is_known(self) -> None:
+        if self.scaling not in SCALINGS:
+            raise UsageError(f"rope.scaling is {self.scaling!r}. {did_you_mean(self.scaling, SCALINGS)}")
+        if self.scaling != "none" and self.factor < 1.0:
+            raise UsageError(
+                f"rope.factor is {self.factor}: a stretched context is at least as long as the original one, so it must be 1 or more."
+            )
+
+
+@chz.chz(typecheck=True)
+class AttentionConfig(ComponentConfig):
+    """Causal softmax attention with grouped key/value heads."""
+
+    heads: int = chz.field(doc="Query heads.")
+    kv_heads: int = chz.field(doc="Key/value heads; each serves heads / kv_heads query heads.")
+    head_dim: int = chz.field(doc="Dimension of a head.")
+    window: int | None = chz.field(default=None, doc="How many tokens back a token sees, itself included; none: all.")
+    softcap: float | None = chz.field(default=None, doc="Scores become c tanh(scores / c); none: as they are.")
+    sinks: bool = chz.field(default=False, doc="One learned logit for each head in the softmax's denominator.")
+    qk_norm: ComponentConfig | None = chz.field(default=None, doc="A norm over each query and key head, before the rotation.")
+    bias: bool = chz.field(default=False, doc="Biases on query, key and value projections.")
+    scale: float | None = chz.field(default=None, doc="Multiplier of the scores; none: head_dim^-0.5.")
+    rotate: bool = chz.field(default=True, doc="Apply rotary positions.")
+
+    @chz.validate
+    def _heads_divide(self) -> None:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise UsageError(f"attention.heads = {self.heads} is not a multiple of attention.kv_heads = {self.kv_heads}.")
+        if self.head_dim % 2 and self.rotate:
+            raise UsageError(f"attention.head_dim = {self.head_dim} is odd: rotary positions turn pairs.")
+        if self.window is not None and self.window < 1:
+            raise UsageError(f"attention.window = {self.window}: a token sees at least itself, so it must be 1 or more, or none.")
+
+
+@chz.chz(typecheck=True)
+class SwiGLUConfig(ComponentConfig):
+    """The gated feed-forward layer down(silu(gate x) * up x)."""
+
+    hidden: int = chz.field(doc="Width between the projections.")
+
+
+@chz.chz(typecheck=True)
+class BlockConfig(ComponentConfig):
+    """A pre-norm residual block: attention, then a feed-forward layer."""
+
+    attention: ComponentConfig = chz.field(doc="What mixes along the sequence.")
+    feed_forward: ComponentConfig = chz.field(doc="What mixes along the channels.")
+    attention_norm: ComponentConfig = chz.field(default_factory=RMSNormConfig, doc="Norm before attention.")
+    feed_forward_norm: ComponentConfig = chz.field(default_factory=RMSNormConfig, doc="Norm before the feed-forward layer.")
+
+
+@chz.chz(typecheck=True)
+class LanguageModelConfig(ModelConfig):
+    """A decoder-only language model. Families derive from it."""
+
+    layers: tuple[BlockConfig, ...] = chz.field(doc="The blocks, first to last.")
+    norm: ComponentConfig = chz.field(default_factory=RMSNormConfig, doc="The norm before the output projection.")
+    rope: RopeConfig = chz.field(default_factory=RopeConfig, doc="Rotary positions, one table for all layers.")
+    tied: bool = chz.field(default=False, doc="The output projection is the embedding.")
+    initial_std: float = chz.field(
+        default=0.02, doc="Standard deviation of projections at the start; outputs of blocks get this / sqrt(2 layers)."
+    )
+    embedding_std: float = chz.field(default=0.02, doc="Standard deviation of embeddings at the start.")

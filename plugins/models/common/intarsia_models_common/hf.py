@@ -1,0 +1,63 @@
+"""Rotary settings in a Hugging Face `config.json`, both spellings. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from intarsia.errors import UsageError, did_you_mean
+
+from intarsia_models_common.config import SCALINGS, RopeConfig
+
+_NAMES = {
+    "factor": "factor",
+    "original_positions": "original_max_position_embeddings",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "truncate": "truncate",
+    "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+_FIELDS = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_positions", "low_frequency_factor", "high_frequency_factor"),
+    "yarn": ("factor", "original_positions", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+}
+_TYPES = {"original_positions": int, "truncate": bool}
+
+
+def rope_from(theirs: Mapping[str, Any], theta: float = 10000.0) -> RopeConfig:
+    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (released files; the kind under `rope_type` or `type`).
+
+    `theta` is what an absent rope_theta means. UsageError for a kind that we do not have.
+    """
+    settings = dict(theirs.get("rope_scaling") or {}) | dict(theirs.get("rope_parameters") or {})
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    scaling = "none" if kind == "default" else kind
+    if scaling not in SCALINGS:
+        raise UsageError(f"config.json asks for rotary scaling {kind!r}. {did_you_mean(kind, SCALINGS)}")
+    values: dict[str, Any] = {"theta": float(settings.get("rope_theta") or theirs.get("rope_theta") or theta), "scaling": scaling}
+    for field in _FIELDS[scaling]:
+        value = settings.get(_NAMES[field])
+        if value is not None:
+            values[field] = _TYPES.get(field, float)(value)
+    if "original_positions" in _FIELDS[scaling] and "original_positions" not in values:
+        values["original_positions"] = theirs.get("max_position_embeddings", RopeConfig().original_positions)
+    if scaling == "yarn" and settings.get("factor") is None:
+        values["factor"] = theirs["max_position_embeddings"] / values["original_positions"]
+    return RopeConfig(**values)
+
+
+def rope_to(ours: RopeConfig) -> dict[str, Any]:
+    """`rope_parameters`, which transformers 5 reads, and the two older keys beside it, which earlier ones and other programs read."""
+    kind = "default" if ours.scaling == "none" else ours.scaling
+    settings = {_NAMES[field]: getattr(ours, field) for field in _FIELDS[ours.scaling] if getattr(ours, field) is not None}
+    return {
+        "rope_parameters": {"rope_type": kind, "rope_theta": ours.theta, **settings},
+        "rope_theta": ours.theta,
+        "rope_scaling": None if kind == "default" else {"rope_type": kind, **settings},
+    }

@@ -1,0 +1,46 @@
+"""The building blocks' entries."""
+
+from __future__ import annotations
+
+from intarsia.contracts import Entry
+from intarsia.hookspecs import hookimpl
+
+INTARSIA_API = 1
+
+_CONFIG = "intarsia_models_common.config"
+
+
+@hookimpl
+def offer_components() -> list[Entry]:
+    return [
+        Entry(
+            name="block",
+            config=f"{_CONFIG}:BlockConfig",
+            target="intarsia_models_common.block:Block",
+            doc="Pre-norm residual block: attention, then feed-forward.",
+        ),
+        Entry(
+            name="attention",
+            config=f"{_CONFIG}:AttentionConfig",
+            target="intarsia_models_common.attention:Attention",
+            doc="Causal softmax attention with grouped key/value heads.",
+        ),
+        Entry(
+            name="swiglu",
+            config=f"{_CONFIG}:SwiGLUConfig",
+            target="intarsia_models_common.feed_forward:SwiGLU",
+            doc="Gated feed-forward layer, down(silu(gate x) * up x).",
+        ),
+        Entry(
+            name="rms_norm",
+            config=f"{_CONFIG}:RMSNormConfig",
+            target="intarsia_models_common.norm:RMSNorm",
+            doc="Root-mean-square norm with a weight.",
+        ),
+        Entry(
+            name="rope",
+            config=f"{_CONFIG}:RopeConfig",
+            target="intarsia_models_common.rope:Rope",
+            doc="Rotary positions: plain, linear, llama3 and YaRN frequencies.",
+        ),
+    ]
