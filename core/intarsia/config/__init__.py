@@ -19,6 +19,7 @@ from intarsia.config.bases import (
     StorageConfig,
     TokenizerConfig,
 )
+from intarsia.config.components import apply_overrides
 from intarsia.config.recipe import (
     CheckpointConfig,
     CompileConfig,
@@ -35,4 +36,6 @@ from intarsia.config.recipe import (
     RecomputeConfig,
     TrainConfig,
 )
+from intarsia.config.resolve import Difference, Resolution, Resolved, diff, load_saved, resolve
+from intarsia.config.tree import flatten, rebuild
 from intarsia.config.values import Choice

@@ -1,0 +1,281 @@
+"""From a name to a final recipe: recipe, transforms, command line, component overrides, checks; and who set what on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from chz.util import MISSING
+
+from intarsia.config import checks, components, overrides, shapes
+from intarsia.config.overrides import Dropped
+from intarsia.config.paths import join
+from intarsia.config.recipe import Recipe
+from intarsia.config.tree import ROOT, Branch, Schema, finish, plant, together
+from intarsia.errors import IntarsiaError, UsageError, did_you_mean
+from intarsia.plugins import Plugins, current, load, use
+
+SCHEMA = 1
+"""Version of recipe.json and resolved.json."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolution:
+    """A plain value and who set it: `default`, `recipe NAME`, `transform NAME`, `command line`, `override by OWNER` or a file. Stability: provisional."""
+
+    value: Any
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A path at which two recipes differ; None: the path is not there on that side. Stability: provisional."""
+
+    path: str
+    left: Resolution | None
+    right: Resolution | None
+
+
+@dataclasses.dataclass
+class Resolved:
+    """A final recipe with its history. Stability: provisional.
+
+    `recipe` is what runs, component overrides applied; `values` its flat form with who set each. `requested` is the recipe before component
+    overrides: what `recipe.json` holds. `dropped` lists values that vanished when an entry above them was replaced. `decisions` are automatic
+    choices with their reasons, `pinned` those of the run that this one was loaded from.
+    """
+
+    name: str
+    recipe: Recipe
+    values: dict[str, Resolution]
+    requested: dict[str, Any]
+    dropped: list[Dropped] = dataclasses.field(default_factory=list)
+    transforms: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    decisions: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    pinned: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def decide(self, path: str, value: Any, reason: str) -> None:
+        """Record what was chosen automatically for `path` (a plain value) and why; a later decision on the same path replaces it."""
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"the decision on {path!r} is no plain value: {value!r}") from error
+        self.decisions[path] = {"value": value, "reason": reason}
+
+    def recipe_json(self) -> dict[str, Any]:
+        """What `recipe.json` holds: names and plain values that `load_saved` turns into this recipe again."""
+        return {"schema": SCHEMA, "recipe": self.name, "values": {path: shapes.encode(value) for path, value in self.requested.items()}}
+
+    def resolved_json(self) -> dict[str, Any]:
+        """What `resolved.json` holds: final values with who set each, decisions with reasons, what was dropped, and what was asked for."""
+        values = {path: {"value": shapes.encode(entry.value), "source": entry.source} for path, entry in self.values.items()}
+        dropped = [{**dataclasses.asdict(entry), "value": shapes.encode(entry.value)} for entry in self.dropped]
+        asked = {"recipe": self.name, "transforms": list(self.transforms), "overrides": list(self.overrides)}
+        return {"schema": SCHEMA, "asked": asked, "values": values, "decisions": self.decisions, "dropped": dropped}
+
+
+def resolve(name: str, overrides: Sequence[str] = (), transforms: Sequence[str] = (), plugins: Plugins | None = None) -> Resolved:
+    """The final recipe for what stands on a command line. Stability: provisional.
+
+    Arguments: `name` of a registered recipe, `path.py:function`, or a run directory or `recipe.json`; `overrides` as `path=value`; `transforms`
+    by registered name or `path.py:function`. With `plugins` None those of the process are used, and selected anew where the recipe's own
+    `plugins` section asks for it.
+    Raises UsageError for everything that is wrong, as much of it at once as can be found.
+    """
+    if Path(name).is_dir() or name.endswith(".json"):
+        return load_saved(name, overrides, transforms, plugins)
+    chosen = plugins or _selected(overrides)
+    recipe = _call(chosen, "recipe", name)
+    root = Schema(chosen).grow(recipe, ROOT, "", f"recipe {name}")
+    resolved = _layers(name, root, overrides, transforms, chosen)
+    if plugins is None and _reselect(resolved.recipe, chosen):
+        return resolve(name, overrides, transforms, current())
+    return resolved
+
+
+def load_saved(path: str | Path, overrides: Sequence[str] = (), transforms: Sequence[str] = (), plugins: Plugins | None = None) -> Resolved:
+    """The recipe of a run directory or a `recipe.json`, to be run again. Stability: provisional.
+
+    Automatic decisions of that run (`resolved.json` beside it) are in `pinned`. Unknown and doubled keys, wrong types and a newer
+    schema are UsageErrors. Nothing in the files can name code.
+    """
+    file = Path(path) / "recipe.json" if Path(path).is_dir() else Path(path)
+    if file.name == "resolved.json":
+        file = file.with_name("recipe.json")
+    saved = _read(file, {"schema", "recipe", "values"})
+    values = saved.get("values")
+    if not isinstance(values, dict):
+        raise UsageError(f"{file}: `values` must be an object of paths and values.")
+    beside = file.with_name("resolved.json")
+    decisions = _read(beside, {"schema", "asked", "values", "decisions", "dropped"}).get("decisions", {}) if beside.exists() else {}
+    chosen = plugins or _selected(overrides, values)
+    schema = Schema(chosen)
+    recipe = finish(plant(values, str(file)), schema, str(file))
+    root = schema.grow(recipe, ROOT, "", str(file))
+    resolved = _layers(str(saved.get("recipe") or recipe.name), root, overrides, transforms, chosen)
+    if plugins is None and _reselect(resolved.recipe, chosen):
+        return load_saved(path, overrides, transforms, current())
+    resolved.pinned = decisions
+    return resolved
+
+
+def diff(left: Resolved, right: Resolved) -> list[Difference]:
+    """Where two final recipes differ, in order of paths as they stand. Stability: provisional."""
+    paths = dict.fromkeys([*left.values, *right.values])
+    pairs = [Difference(path, left.values.get(path), right.values.get(path)) for path in paths]
+    return [pair for pair in pairs if not (pair.left and pair.right and _same(pair.left.value, pair.right.value))]
+
+
+# ---------------------------------------------------------------- layers
+
+
+def _layers(name: str, root: Branch, texts: Sequence[str], transforms: Sequence[str], plugins: Plugins) -> Resolved:
+    schema, dropped = Schema(plugins), []
+    recipe = finish(root, schema, f"recipe {name}")
+    for transform in transforms:
+        label = f"transform {transform}"
+        recipe = _call(plugins, "transform", transform, recipe)
+        grown = schema.grow(recipe, ROOT, "", label)
+        _inherit(root, grown, label, "", dropped)
+        root = grown
+    dropped += overrides.apply(root, overrides.read(texts), schema)
+    recipe = finish(root, schema, f"recipe {name}")
+    requested = {path: branch.value for path, branch in root.flat()}
+    if recipe.overrides:
+        components.apply(root, recipe, schema)
+        recipe = finish(root, schema, f"recipe {name} after its component overrides")
+    if problems := checks.check(recipe, plugins):
+        raise UsageError(together(f"recipe {name}", problems))
+    values = {path: Resolution(branch.value, branch.source) for path, branch in root.flat()}
+    return Resolved(name, recipe, values, requested, dropped, tuple(transforms), tuple(texts))
+
+
+def _same(left: Any, right: Any) -> bool:
+    return repr(left) == repr(right)  # tells 1 from True and takes nan as equal to nan
+
+
+def _inherit(old: Branch, new: Branch, label: str, path: str, dropped: list[Dropped]) -> None:
+    """Give each value of `new` that is as in `old` its source there, any other the label; list what is gone."""
+    replaced = not _same(old.value, new.value)
+    if not replaced:
+        new.source = old.source
+    elif new.value is not MISSING:
+        new.source = label
+    was_chosen = replaced and MISSING not in (old.value, new.value)
+    for key, child in old.children.items():
+        if was_chosen or key not in new.children:
+            dropped += [Dropped(gone, branch.value, branch.source, label) for gone, branch in child.flat(join(path, key))]
+    for key, child in new.children.items():
+        if key in old.children and not was_chosen:
+            _inherit(old.children[key], child, label, join(path, key), dropped)
+
+
+# ---------------------------------------------------------------- recipes and transforms by name
+
+
+def _call(plugins: Plugins, kind: str, name: str, *arguments: Any) -> Recipe:
+    """What the recipe or transform `name` returns, checked to be a Recipe."""
+    if ".py:" in name or name.endswith(".py"):
+        function = _function(name, kind)
+    else:
+        try:
+            function = plugins.target(plugins.registry(kind).find(name))
+        except UsageError as error:
+            hint = f" There is a file of that name: name a function in it, `{name}.py:FUNCTION`." if Path(f"{name}.py").exists() else ""
+            raise UsageError(f"{error}{Schema(plugins).missing_plugin(name)}{hint}") from error
+    if not callable(function):
+        raise UsageError(f"{kind} {name!r} is a {type(function).__name__}, not a function.")
+    try:
+        recipe = function(*arguments)
+    except IntarsiaError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{kind} {name!r} failed: {type(error).__name__}: {error}{_line(error)}") from error
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"{kind} {name!r} returned a {type(recipe).__name__}; it must return a Recipe.")
+    return recipe
+
+
+def _line(error: BaseException) -> str:
+    """Where in the user's code an exception was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace else ""
+
+
+def _function(reference: str, kind: str) -> Callable[..., Any]:
+    """The function `path.py:function`; only ever called with text from a command line."""
+    file_name, _, name = reference.rpartition(":") if ".py:" in reference else (reference, "", "")
+    file = Path(file_name).resolve()
+    if not file.is_file():
+        raise UsageError(f"{kind} {reference!r}: there is no file {file_name!r} (looked in {file.parent}).")
+    spec = importlib.util.spec_from_file_location(f"intarsia_file_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # config classes of the file find their own names through it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"{kind} {reference!r}: the file fails: {type(error).__name__}: {error}{_line(error)}") from error
+    known = [key for key, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == spec.name]
+    if not name or not hasattr(module, name):
+        what = f"{file_name!r} has no function {name!r}." if name else f"name a function of the file, `{file_name}:FUNCTION`."
+        raise UsageError(f"{kind} {reference!r}: {what} {did_you_mean(name, known)}")
+    return getattr(module, name)
+
+
+# ---------------------------------------------------------------- files and plugins
+
+
+def _read(file: Path, known: set[str]) -> Mapping[str, Any]:
+    try:
+        saved = shapes.read_object(file.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}. A run directory holds a recipe.json.") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file}: {error}") from error
+    version = saved.get("schema")
+    if type(version) is not int or version < 1:
+        raise UsageError(f"{file}: `schema` must be a version number such as {SCHEMA}, got {version!r}.")
+    if version > SCHEMA:
+        raise UsageError(f"{file} has schema {version}; this version reads up to {SCHEMA}. Use the newer intarsia that wrote it.")
+    if unknown := [key for key in saved if key not in known]:
+        raise UsageError(f"{file}: unknown key {unknown[0]!r}. {did_you_mean(unknown[0], known)}")
+    return saved
+
+
+def _selection(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    names = ("disable", "allow", "require")
+    return {name: tuple(values[f"plugins.{name}"]) for name in names if isinstance(values.get(f"plugins.{name}"), (list, tuple))}
+
+
+def _selected(texts: Sequence[str], saved: Mapping[str, Any] | None = None) -> Plugins:
+    """The process's plugins, selected before any is imported where the command line or the saved recipe selects."""
+    values = dict(saved or {})
+    names = shapes.Leaf(rest=shapes.Leaf(frozenset({str})))
+    for override in overrides.read(texts):
+        if override.written[:1] == ("plugins",):
+            values[".".join(override.written)] = shapes.parse(override.value, names)
+    selection = {name: chosen for name, chosen in _selection(values).items() if chosen}
+    if selection:
+        use(load(**selection))
+    return current()
+
+
+def _reselect(recipe: Recipe, plugins: Plugins) -> bool:
+    """Whether the recipe's own selection leaves out plugins that are loaded; they are loaded anew then."""
+    wanted = recipe.plugins
+    plugins.require(wanted.require)
+    loaded = [record.candidate for record in plugins.records]
+    unwanted = [c.id for c in loaded if {c.distribution, c.id} & set(wanted.disable)]
+    unwanted += [c.id for c in loaded if wanted.allow and c.distribution not in (*wanted.allow, "intarsia")]
+    if unwanted:
+        use(load(wanted.disable, wanted.allow, wanted.require))
+    return bool(unwanted)

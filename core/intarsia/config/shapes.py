@@ -1,0 +1,239 @@
+"""What a field of a recipe may hold, read from its type; and plain values checked, parsed and written accordingly."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import decimal
+import json
+import math
+import types
+import typing
+from typing import Any
+
+from intarsia.config.bases import Config
+from intarsia.errors import PluginError, did_you_mean
+
+Nothing = type(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A plain value: one of the scalar types, one of `literals`, or a tuple of leaves (`rest` repeats when there is no fixed length)."""
+
+    scalars: frozenset[type] = frozenset()
+    literals: tuple[Any, ...] = ()
+    fixed: tuple[Leaf, ...] | None = None
+    rest: Leaf | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A config node whose class derives from `declared`."""
+
+    declared: type[Config]
+    optional: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Many:
+    """A tuple of nodes."""
+
+    item: Node
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A mapping from str to leaves or nodes."""
+
+    item: Leaf | Node
+
+
+Shape = Leaf | Node | Many | Table
+SCALARS = (bool, int, float, str, Nothing)
+TRUE = {"true", "yes", "on", "1"}
+FALSE = {"false", "no", "off", "0"}
+
+
+def shape_of(annotation: Any, where: str) -> Shape:
+    """The shape of a field's type. A type that a recipe cannot hold is an error of the class's author."""
+    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    nodes = [option for option in options if isinstance(option, type) and issubclass(option, Config)]
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if len(nodes) == 1 and set(options) - set(nodes) <= {Nothing}:
+        return Node(nodes[0], optional=len(options) > 1)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        item = shape_of(arguments[0], where)
+        if isinstance(item, Node) and not item.optional:
+            return Many(item)
+    if origin in (dict, collections.abc.Mapping) and arguments[0] is str:
+        item = shape_of(arguments[1], where)
+        if isinstance(item, (Leaf, Node)):
+            return Table(item)
+    leaf = _leaf(options) if not nodes else None
+    if leaf is None:
+        raise PluginError(
+            f"{where} has the type {annotation}, which a recipe cannot hold. Fields are bool, int, float, str, None, Literal, tuples of these, "
+            "config nodes (or None), tuples of nodes, or mappings from str to plain values or nodes."
+        )
+    return leaf
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _leaf(options: tuple[Any, ...]) -> Leaf | None:
+    scalars: set[type] = set()
+    literals: tuple[Any, ...] = ()
+    fixed: tuple[Leaf, ...] | None = None
+    rest: Leaf | None = None
+    for option in options:
+        arguments = typing.get_args(option)
+        if option in SCALARS:
+            scalars.add(option)
+        elif typing.get_origin(option) is typing.Literal:
+            literals += arguments
+        elif typing.get_origin(option) is tuple and fixed is rest is None:
+            variadic = len(arguments) == 2 and arguments[1] is Ellipsis
+            items = [_leaf(typing.get_args(item) if _is_union(item) else (item,)) for item in (arguments[:1] if variadic else arguments)]
+            if None in items:
+                return None
+            rest = items[0] if variadic else None
+            fixed = None if variadic else tuple(items)  # type: ignore[arg-type]
+        else:
+            return None
+    return Leaf(frozenset(scalars), literals, fixed, rest)
+
+
+def describe(shape: Leaf) -> str:
+    """The type in words for messages."""
+    names = [kind.__name__ for kind in SCALARS if kind in shape.scalars and kind is not Nothing]
+    names += ["one of " + ", ".join(repr(value) for value in shape.literals)] if shape.literals else []
+    if shape.rest is not None:
+        names.append(f"a list of {describe(shape.rest)} (`1,2,3` or JSON)")
+    if shape.fixed is not None:
+        names.append("a list of " + ", ".join(describe(item) for item in shape.fixed))
+    return " or ".join([*names, *(["none"] if Nothing in shape.scalars else [])])
+
+
+def check(value: Any, shape: Leaf) -> Any:
+    """The plain `value` (as read from JSON) if it fits, tuples as tuples. Raises ValueError, saying what was expected."""
+    kind = type(value)
+    if isinstance(value, dict) and set(value) == {"float"} and float in shape.scalars:
+        return float(value["float"])
+    if kind in shape.scalars or any(type(literal) is kind and literal == value for literal in shape.literals):
+        return value
+    if kind is int and float in shape.scalars:
+        return value
+    if kind in (list, tuple) and (shape.rest or shape.fixed is not None):
+        items = shape.fixed if shape.fixed is not None else (shape.rest,) * len(value)
+        if len(items) == len(value):
+            return tuple(check(entry, item) for entry, item in zip(value, items, strict=True))  # type: ignore[arg-type]
+    if kind is str and float in shape.scalars and value.lower().lstrip("+-") in ("inf", "nan"):
+        return float(value)
+    raise ValueError(f"expected {describe(shape)}, got {value!r}{_hint(value, shape)}")
+
+
+def parse(text: str, shape: Leaf) -> Any:
+    """The value that `text` from the command line means where `shape` is expected. Raises ValueError, saying what was expected."""
+    stripped, lowered = text.strip(), text.strip().lower()
+    if Nothing in shape.scalars and lowered in ("none", "null"):
+        return None
+    if bool in shape.scalars and lowered in TRUE | FALSE and not (lowered in "01" and int in shape.scalars):
+        return lowered in TRUE
+    for literal in shape.literals:
+        if stripped == str(literal):
+            return literal
+    if int in shape.scalars and (whole := _whole(stripped, exact_only=float in shape.scalars)) is not None:
+        return whole
+    if float in shape.scalars:
+        try:
+            return float(stripped)
+        except ValueError:
+            pass
+    if shape.rest or shape.fixed is not None:
+        try:
+            return check(_list(stripped, shape), shape)
+        except ValueError:
+            if str not in shape.scalars:
+                raise
+    if str in shape.scalars:
+        return json.loads(stripped) if len(stripped) > 1 and stripped[0] == stripped[-1] == '"' and _is_json(stripped) else text
+    raise ValueError(f"expected {describe(shape)}, got {text!r}{_hint(stripped, shape)}")
+
+
+def _hint(value: Any, shape: Leaf) -> str:
+    choices = [literal for literal in shape.literals if isinstance(literal, str)]
+    return f". {did_you_mean(value, choices)}" if choices and isinstance(value, str) else ""
+
+
+def _whole(text: str, exact_only: bool) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        if exact_only:
+            return None
+    try:
+        number = decimal.Decimal(text)
+    except decimal.InvalidOperation:
+        return None
+    return int(number) if number.is_finite() and number.adjusted() < 40 and number == number.to_integral_value() else None
+
+
+def _list(text: str, shape: Leaf) -> list[Any]:
+    if text.startswith("[") and _is_json(text):
+        return json.loads(text)
+    inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
+    pieces = [piece.strip() for piece in inner.split(",")] if inner.strip() else []
+    if pieces and not pieces[-1]:
+        pieces.pop()
+    items = shape.fixed if shape.fixed is not None else (shape.rest,) * len(pieces)
+    if len(items) != len(pieces):
+        raise ValueError(f"expected {describe(shape)}, got {text!r}")
+    return [parse(piece, item) for piece, item in zip(pieces, items, strict=True)]  # type: ignore[arg-type]
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """A JSON object; ValueError where it is none or names a key twice."""
+    value = json.loads(text, object_pairs_hook=unique)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {text!r}")
+    return value
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook` that refuses a key given twice."""
+    keys = [key for key, _ in pairs]
+    if doubled := sorted({key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()):
+        raise ValueError(f"the key {doubled[0]!r} is given more than once")
+    return dict(pairs)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def plain(value: Any) -> Any:
+    """A leaf as it is kept in flattened form: tuples as lists."""
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def encode(value: Any) -> Any:
+    """A flattened value as strict JSON has it: floats that are not finite become `{"float": "inf"}`."""
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show(value: Any) -> str:
+    """A flattened value as a person would type it on the command line."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(json.dumps(item) if isinstance(item, str) else show(item) for item in value) + "]"
+    return value if isinstance(value, str) and value else json.dumps(value)
