@@ -203,7 +203,8 @@ class Hooks:
         except KeyboardInterrupt:
             raise
         except IntarsiaError as error:
-            raise with_owner(error, f"raised by plugin {implementation.plugin} in {implementation.hook}") from error.__cause__
+            with_owner(error, f"raised by plugin {implementation.plugin} in {implementation.hook}")
+            raise
         except BaseException as error:
             text = f"plugin {implementation.plugin} failed in {implementation.hook}: {describe(error)}"
             raise PluginError(f"{text}. Disable it with plugins.disable={implementation.plugin}, or ask its author.") from error
@@ -291,8 +292,7 @@ class Hooks:
         self.call("on_run_error", run=run, error=error)
 
 
-def with_owner(error: IntarsiaError, owner: str) -> IntarsiaError:
-    """The same exception, its message ending in who raised it; class and exit code stay."""
+def with_owner(error: IntarsiaError, owner: str) -> None:
+    """End the exception's message in who raised it; class and exit code stay."""
     if owner not in str(error):
         error.args = (f"{error} [{owner}]",)
-    return error

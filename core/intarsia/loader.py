@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import sys
+import time
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,6 +24,9 @@ from intarsia.hookspecs import SpecFacts
 ENTRY_NAME = re.compile(r"[a-z0-9][a-z0-9_./+-]*")
 """What an entry may be called; names of extensions are keys of the recipe and therefore identifiers."""
 
+HEAVY = ("torch", "numpy", "transformers", "triton")
+"""What loading a plugin must not import: each takes a second of every command."""
+
 CORE_SPECS = "intarsia/core"
 
 
@@ -36,11 +41,14 @@ class Rejected(Exception):
 
 @dataclasses.dataclass
 class Record:
-    """A plugin that is loaded. `specs` are the hooks it declares, `entries` all that it offers."""
+    """A plugin that is loaded. `specs` are the hooks it declares, `entries` all that it offers, `seconds` what importing it took, `heavy` what
+    it should not have imported on the way."""
 
     candidate: Candidate
     plugin: Any
     api: int = 0
+    seconds: float = 0.0
+    heavy: tuple[str, ...] = ()
     implementations: dict[str, Implementation] = dataclasses.field(default_factory=dict)
     optional: set[str] = dataclasses.field(default_factory=set)
     specs: dict[str, Spec] = dataclasses.field(default_factory=dict)
@@ -118,11 +126,14 @@ class Loader:
         """Import a plugin, check its API, read its hook implementations, and gather the specs it declares."""
         candidate = record.candidate
         importing = Implementation("import", candidate.distribution, candidate.id, import_contained, ())
+        started, present = time.perf_counter(), set(sys.modules)
         try:
             with kept_randomness(lambda generator: self.hooks.report_generator(importing, generator)):
                 plugin, module = load_object(candidate)
         except PluginError as error:
             raise Rejected("import", str(error), error.__cause__) from None
+        record.seconds = time.perf_counter() - started
+        record.heavy = tuple(name for name in HEAVY if name in sys.modules and name not in present)
         for other in earlier:
             if other.plugin is plugin:
                 raise Rejected(

@@ -115,14 +115,18 @@ class Plugins:
         specs: Mapping[str, Spec],
         hooks: Hooks,
         failures: Sequence[Failure],
-        notices: Sequence[str] = (),
-        skipped: Sequence[Candidate] = (),
+        notices: Sequence[str],
+        skipped: Sequence[Candidate],
+        selection: Selection,
+        points: Sequence[Any] | None,
     ):
         self.hooks = hooks
         self.failures = tuple(failures)
         self.notices = tuple(notices)
         self.skipped = tuple(skipped)
         self.records = tuple(records)
+        self._selection = selection
+        self._points = points
         entries: dict[str, list[Entry]] = {}
         for record in records:
             for entry in record.entries:
@@ -173,6 +177,17 @@ class Plugins:
                 raise UsageError(f"plugin {name!r} was asked for, but plugins.disable or plugins.allow leaves it out.")
             check_known(name, names_of(candidates) | left_out, "plugins.require")
 
+    def select(self, disable: Sequence[str] = (), allow: Sequence[str] = (), require: Sequence[str] = ()) -> Plugins:
+        """This set narrowed further, as a recipe asks for: itself when that leaves nothing out, else loaded anew."""
+        selection = self._selection.narrowed(Selection.of(disable, allow))
+        loaded = [record.candidate for record in self.records]
+        failed = [Candidate(failure.distribution, failure.version, failure.entry_point) for failure in self.failures]
+        selection.check(names_of([*loaded, *failed, *self.skipped]))
+        if all(selection.takes(candidate) for candidate in loaded + failed):
+            self.require(require)
+            return self
+        return _load(selection, require, self._points)
+
     # ------------------------------------------------------------ from an entry to its code
 
     def config_class(self, entry: Entry) -> type[Config]:
@@ -200,19 +215,22 @@ class Plugins:
         if chosen not in self._entry_of:
             own = [entry for registry in self._registries.values() for entry in registry.entries() if entry.config is not None]
             # Nearly always the class is where the entry says; one that is re-exported under another module is found by importing more.
-            likely = [e for e in own if e.config == f"{chosen.__module__}:{chosen.__qualname__}"]
-            likely += [e for e in own if e.config.rpartition(":")[2] == chosen.__qualname__]
-            for entry in likely + [e for e in own if e.config not in self._classes and self._may_hold(e, chosen)]:
-                if self.config_class(entry) is chosen:
-                    self._entry_of[chosen] = entry
-                    break
+            reference = f"{chosen.__module__}:{chosen.__qualname__}"
+            likely = [e for e in own if e.config == reference] or [e for e in own if e.config.endswith(f":{chosen.__qualname__}")]
+            bases = {parent.__qualname__ for parent in chosen.__mro__}
+            others = [e for e in own if self._registries[e.kind].base.rpartition(":")[2] in bases and e not in likely]
+            broken = ""
+            for entry in likely + others:
+                try:
+                    if self.config_class(entry) is chosen:
+                        break
+                except PluginError as error:  # another plugin's fault must not hide the answer
+                    broken += f"\n  {error}"
             else:
-                raise PluginError(f"{chosen.__module__}.{chosen.__qualname__} is not the config class of any entry of a loaded plugin.")
+                text = f"{chosen.__module__}.{chosen.__qualname__} is not the config class of any entry of a loaded plugin"
+                raise PluginError(f"{text}. {self.report()}{broken}".rstrip())
+            self._entry_of[chosen] = entry
         return self._entry_of[chosen]
-
-    def _may_hold(self, entry: Entry, chosen: type) -> bool:
-        base = self._registries[entry.kind].base
-        return any(f"{c.__module__}:{c.__qualname__}" == base or c.__qualname__ == base.rpartition(":")[2] for c in chosen.__mro__)
 
     def target(self, entry: Entry) -> Any:
         """The entry's code, imported now. PluginError names owner, entry and cause."""
@@ -227,7 +245,8 @@ class Plugins:
         try:
             return target(config, *args, **kwargs)
         except IntarsiaError as error:
-            raise with_owner(error, f"from {entry.kind} {entry.full_name}") from error.__cause__
+            with_owner(error, f"from {entry.kind} {entry.full_name}")
+            raise
         except Exception as error:
             raise PluginError(f"{entry.kind} {entry.full_name!r} of plugin {entry.plugin} can't be built: {describe(error)}") from error
 
@@ -272,17 +291,20 @@ def load(
     A plugin that fails is left out whole and listed in `failures`, with one warning for all; one named by `require` is fatal (PluginError).
     A name in `disable`, `allow` or `require` that matches nothing is a UsageError. Stability: stable.
     """
-    found = scan() if entry_points is None else map(candidate_of, entry_points)
+    return _load(Selection.of(disable, allow), require, None if entry_points is None else tuple(entry_points))
+
+
+def _load(selection: Selection, require: Iterable[str], points: Sequence[Any] | None) -> Plugins:
+    found = scan() if points is None else map(candidate_of, points)
     core = Candidate(CORE, intarsia.__version__, "core", "intarsia.builtin")
-    candidates, failures, notices = unique([core, *(candidate for candidate in found if candidate.id != core.id)])
-    selection = Selection.of(disable, allow)
-    selection.check(names_of(candidates) | {name for failure in failures for name in (failure.distribution, failure.plugin)})
-    skipped = [candidate for candidate in candidates if not selection.takes(candidate)]
+    candidates, doubles, notices = unique([core, *(candidate for candidate in found if candidate.id != core.id)])
+    refused = [Candidate(failure.distribution, failure.version, failure.entry_point) for failure in doubles]
+    selection.check(names_of([*candidates, *refused]))
     loader = Loader()
     records, specs = loader.load([candidate for candidate in candidates if selection.takes(candidate)])
-    off = {normalise(name) for name in selection.disable}
-    failures = [failure for failure in failures if not off & {failure.distribution, failure.plugin}]
-    plugins = Plugins(records, specs, loader.hooks, [*failures, *loader.failures], notices, skipped)
+    failures = [failure for failure, candidate in zip(doubles, refused, strict=True) if selection.takes(candidate)] + loader.failures
+    skipped = [candidate for candidate in candidates if not selection.takes(candidate)]
+    plugins = Plugins(records, specs, loader.hooks, failures, notices, skipped, selection, points)
     plugins.require(require)
     _warn_once(plugins)
     return plugins

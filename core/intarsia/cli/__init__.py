@@ -1,0 +1,154 @@
+"""The command `intarsia`. Commands are entries of kind "command"; only the one that runs is imported.
+
+Exit codes: 0 done, 1 a bug of ours, 2 usage, 3 plugin, 4 numerics, 5 checkpoint, 75 stopped with a checkpoint, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import intarsia
+from intarsia import plugins
+from intarsia.contracts import Entry
+from intarsia.discovery import CORE
+from intarsia.errors import IntarsiaError, PluginError, UsageError
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+USAGE = """\
+Usage: intarsia [--disable PLUGIN] [--allow PLUGIN] COMMAND ...
+
+Options before the command (each may be repeated):
+  --disable PLUGIN   leave out a plugin: a distribution, or distribution/entry-point
+  --allow PLUGIN     load only these plugins (and core)
+  --version          print the version and the plugin API
+  -h, --help         print this; `intarsia COMMAND --help` says more of one command
+
+Environment: INTARSIA_PLUGINS_DISABLE, INTARSIA_PLUGINS_ALLOW (comma-separated), INTARSIA_TRACE (stderr or a file), INTARSIA_DEBUG=1 (tracebacks)
+
+Commands:
+"""
+
+
+@runtime_checkable
+class Command(Protocol):
+    """The target of an entry of kind "command": an object with these two methods, or a class of such objects. Stability: stable."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare options and positionals; the parser has a description already."""
+        ...
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it; returns the exit code. IntarsiaErrors are shown without a traceback."""
+        ...
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are UsageErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print."""
+        raise UsageError(f"{message}\n{self.format_usage().strip()}\n`{self.prog} --help` says more.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (without the program's name; None: this process's). Returns the exit code."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("intarsia: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (`| head`): Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except IntarsiaError as error:
+        if os.environ.get("INTARSIA_DEBUG", "") not in ("", "0"):
+            traceback.print_exc()
+        print(f"intarsia: {_titles(error)}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _titles(error: IntarsiaError) -> str:
+    words = {2: "usage error", 3: "plugin error", 4: "numerics error", 5: "checkpoint error", 75: "stopped"}
+    return words.get(error.exit_code, "error")
+
+
+def _dispatch(argv: list[str]) -> int:
+    rest = _leading_options(argv)
+    if rest is None:
+        return 0
+    if not rest or rest[0] in ("-h", "--help"):
+        print(USAGE + _command_list(), end="")
+        return 0 if rest else UsageError.exit_code
+    if rest[0].startswith("-"):
+        raise UsageError(f"unknown option {rest[0]!r} before the command. `intarsia --help` lists the options.")
+    entry = plugins.current().registry("command").find(rest[0])
+    command = load_command(entry)
+    parser = Parser(prog=f"intarsia {rest[0]}", description=entry.doc, allow_abbrev=False)
+    try:
+        command.add_arguments(parser)
+        arguments = parser.parse_args(rest[1:])
+        return int(command.run(arguments) or 0)
+    except SystemExit as stop:  # argparse, after printing help
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except (IntarsiaError, BrokenPipeError):
+        raise
+    except Exception:
+        traceback.print_exc()
+        whose = "intarsia" if entry.owner == CORE else f"plugin {entry.plugin}"
+        print(
+            f"intarsia: command {entry.full_name!r} met a bug. Please report it, with the lines above, to the authors of {whose}.",
+            file=sys.stderr,
+        )
+        return IntarsiaError.exit_code
+
+
+def _leading_options(argv: list[str]) -> list[str] | None:
+    """Take the options before the command. They go into the environment, so that processes that are started select alike. None: all is done."""
+    rest = list(argv)
+    chosen: dict[str, list[str]] = {}
+    while rest and rest[0].startswith("-"):
+        option, equals, value = rest[0].partition("=")
+        if option == "--version":
+            print(f"intarsia {intarsia.__version__} (plugin API {intarsia.PLUGIN_API})")
+            return None
+        if option not in ("--disable", "--allow"):
+            break
+        del rest[0]
+        if not equals:
+            if not rest:
+                raise UsageError(f"{option} needs the name of a plugin.")
+            value = rest.pop(0)
+        chosen.setdefault(option, []).append(value)
+    for option, names in chosen.items():
+        variable = f"INTARSIA_PLUGINS_{option[2:].upper()}"
+        earlier = [os.environ[variable]] if os.environ.get(variable) and option == "--disable" else []
+        os.environ[variable] = ",".join([*earlier, *names])
+        plugins.use(None)
+    return rest
+
+
+def _command_list() -> str:
+    registry = plugins.current().registry("command")
+    short = set(registry.names())
+    rows = [(e.name if e.name in short else e.full_name, e.doc, "" if e.owner == CORE else f" [{e.owner}]") for e in registry.entries()]
+    width = max(len(name) for name, _, _ in rows)
+    return "".join(f"  {name:<{width}}  {doc}{owner}\n" for name, doc, owner in rows)
+
+
+def load_command(entry: Entry) -> Command:
+    """The command of an entry, imported now. PluginError when it can't be, or is none."""
+    found: Any = plugins.current().target(entry)
+    command = found() if isinstance(found, type) else found
+    if not isinstance(command, Command):
+        raise PluginError(
+            f"command {entry.full_name!r} of plugin {entry.plugin}: {entry.target} must have add_arguments(parser) and run(arguments)."
+        )
+    return command
