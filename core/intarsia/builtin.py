@@ -115,7 +115,14 @@ def offer_sharders() -> Sequence[Entry]:
 @hookimpl
 def offer_storages() -> Sequence[Entry]:
     """Places where checkpoints go."""
-    return []
+    return [
+        Entry(
+            name="posix",
+            config="intarsia.checkpoint.config:PosixConfig",
+            target="intarsia.checkpoint.posix:build",
+            doc="Files on a local or network file system.",
+        )
+    ]
 
 
 @hookimpl

@@ -1,0 +1,46 @@
+"""Checkpoints: a folder with data files, one JSON manifest, and a marker written last.
+
+Public: `CheckpointManager`, `open_checkpoint`, `write_checkpoint`, `compare_facts`. May import: errors, contracts, layout, and comm and plugins by type.
+Imports no torch until one of the torch-using names is asked for, since the settings in `checkpoint.config` are read by every command.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from intarsia.checkpoint.commit import CheckpointRef, Skipped
+    from intarsia.checkpoint.facts import Difference, compare_facts
+    from intarsia.checkpoint.manager import CheckpointManager
+    from intarsia.checkpoint.reader import Checkpoint, open_checkpoint
+    from intarsia.checkpoint.writer import write_checkpoint
+
+HOMES = {
+    "CheckpointManager": "manager",
+    "CheckpointRef": "commit",
+    "Skipped": "commit",
+    "Checkpoint": "reader",
+    "open_checkpoint": "reader",
+    "write_checkpoint": "writer",
+    "Difference": "facts",
+    "compare_facts": "facts",
+}
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "CheckpointRef",
+    "Difference",
+    "Skipped",
+    "compare_facts",
+    "open_checkpoint",
+    "write_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
