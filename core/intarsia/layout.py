@@ -90,10 +90,11 @@ def range_boxes(box: Box, start: int, length: int) -> Region:
     return head + middle + part(last, 0, kept)
 
 
-def slices(box: Box, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
+def slices(box: Box, origin: Sequence[int] | None = None) -> tuple[Any, ...]:
     """The index of a global `box` in an array that begins at `origin` (the tensor's own origin when None). Stability: stable."""
     base = origin if origin is not None else (0,) * len(box.start)
-    return tuple(slice(a - o, a - o + n) for a, n, o in zip(box.start, box.size, base, strict=True))
+    # For rank 0 the ellipsis: numpy's index () gives a number and no view.
+    return tuple(slice(a - o, a - o + n) for a, n, o in zip(box.start, box.size, base, strict=True)) or (Ellipsis,)
 
 
 def region_parts(buffer: Any, region: Region, box: Box) -> Iterator[tuple[Box, Any]]:
@@ -112,16 +113,14 @@ def region_parts(buffer: Any, region: Region, box: Box) -> Iterator[tuple[Box, A
 
 def pack(full: Any, region: Region, local: Any) -> None:
     """Copy `region` of a whole tensor into the 1-D buffer `local`, in storage order (torch or numpy). Stability: stable."""
-    for box in region:
-        for common, view in region_parts(local, region, box):
-            view[...] = full[slices(common)]
+    for box, view in region_parts(local, region, Box.whole(full.shape)):
+        view[...] = full[slices(box)]
 
 
 def unpack(local: Any, region: Region, full: Any) -> None:
     """The inverse of `pack`: copy the 1-D buffer `local` to where its region lies in the whole tensor. Stability: stable."""
-    for box in region:
-        for common, view in region_parts(local, region, box):
-            full[slices(common)] = view
+    for box, view in region_parts(local, region, Box.whole(full.shape)):
+        full[slices(box)] = view
 
 
 # ---------------------------------------------------------------- checks

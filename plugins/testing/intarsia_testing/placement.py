@@ -10,6 +10,7 @@ so that the kit does not rest on the box arithmetic that it checks.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -85,6 +86,12 @@ def carry_out(plan: Transfer, locals_: Sequence[np.ndarray[Any, Any]]) -> list[n
             else:
                 np.maximum(target, data, out=target)
     return results
+
+
+def generator_states() -> tuple[Any, ...]:
+    """The states of the global random generators."""
+    _, key, *position = np.random.get_state()
+    return random.getstate(), np.asarray(key).tobytes(), position
 
 
 def paint(member: Member, regions: Sequence[Region]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -172,19 +179,19 @@ class PlacementConformance:
 
     def for_each_cut(self, check: Callable[[Placement, Partition], None]) -> None:
         """Run `check` on the awkward bucket over 1 to 9 ranks and on drawn buckets, for each placement under test."""
-        for placement in self.placements():
-            for ranks in range(1, 10):
-                # The bucket, and its members alone: a placement may refuse some of them.
-                for members in (AWKWARD, *((member,) for member in AWKWARD)):
-                    with contextlib.suppress(hypothesis.errors.UnsatisfiedAssumption):
-                        check(placement, self.cut(placement, members, ranks))
+        placements = self.placements()
+        for placement, ranks in itertools.product(placements, range(1, 10)):
+            # The bucket, and its members alone: a placement may refuse some of them.
+            for members in (AWKWARD, *((member,) for member in AWKWARD)):
+                with contextlib.suppress(hypothesis.errors.UnsatisfiedAssumption):
+                    check(placement, self.cut(placement, members, ranks))
 
-            @example_settings(self.max_examples)
-            @hypothesis.given(members=self.bucket, ranks=worlds())
-            def drawn(members: tuple[Member, ...], ranks: int, placement: Placement = placement) -> None:
-                check(placement, self.cut(placement, members, ranks))
+        @example_settings(self.max_examples * len(placements))
+        @hypothesis.given(members=self.bucket, ranks=worlds(), placement=st.sampled_from(placements))
+        def drawn(members: tuple[Member, ...], ranks: int, placement: Placement) -> None:
+            check(placement, self.cut(placement, members, ranks))
 
-            drawn()
+        drawn()
 
     def for_each_member(self, check: Callable[[Member, Partition, Sequence[Region], str], None]) -> None:
         """Run `check` on each member of such cuts, with its regions and with words that say what was cut how."""
@@ -213,9 +220,9 @@ class PlacementConformance:
         others = {placement.name: placement for placement in self.placements()}
 
         def check(placement: Placement, partition: Partition) -> None:
-            members, before, numpy_before = list(partition.members), random.getstate(), repr(np.random.get_state())
+            members, before = list(partition.members), generator_states()
             again = placement.partition(members, partition.ranks)
-            if random.getstate() != before or repr(np.random.get_state()) != numpy_before:
+            if generator_states() != before:
                 broken("pure", f"{placement.name} draws from a global random generator.")
             if members != list(partition.members):
                 broken("pure", f"{placement.name} changes the list of members that it is given.")
@@ -321,34 +328,32 @@ class PlacementConformance:
 
     def test_converts_to_every_installed_placement(self) -> None:
         """Moving a tensor between this placement and any installed one, at any numbers of ranks, gives what cutting it there gives."""
-        for placement in self.placements():
+        pairs = list(itertools.product(self.placements(), self.installed()))
 
-            @example_settings(2 * self.max_examples)
-            @hypothesis.given(members=self.bucket, sizes=st.tuples(worlds(), worlds()), other=st.sampled_from(self.installed()))
-            def drawn(members: tuple[Member, ...], sizes: tuple[int, int], other: Placement, placement: Placement = placement) -> None:
-                for placed, size in ((placement, sizes[0]), (other, sizes[1])):
-                    self.cut(placed, members, size)
-                here = build_layouts(members, [("ranks", sizes[0], placement)])
-                there = build_layouts(members, [("ranks", sizes[1], other)])
-                for member in members:
-                    for src, dst in ((here, there), (there, here)):
-                        check_conversion(member, src[member.name], dst[member.name], f"between {placement.name} and {other.name}")
+        @example_settings(self.max_examples * 2)
+        @hypothesis.given(members=self.bucket, sizes=st.tuples(worlds(), worlds()), pair=st.sampled_from(pairs))
+        def drawn(members: tuple[Member, ...], sizes: tuple[int, int], pair: tuple[Placement, Placement]) -> None:
+            for placement, size in zip(pair, sizes, strict=True):
+                self.cut(placement, members, size)
+            here, there = (build_layouts(members, [("ranks", size, placement)]) for placement, size in zip(pair, sizes, strict=True))
+            for member in members:
+                for src, dst in ((here, there), (there, here)):
+                    check_conversion(member, src[member.name], dst[member.name], f"between {pair[0].name} and {pair[1].name}")
 
-            drawn()
+        drawn()
 
     def test_composes_with_every_installed_placement(self) -> None:
         """Outside and inside any installed placement it either gives a disjoint cover without a cut tile, or is refused with both names."""
-        for placement in self.placements():
-            pairs = [pair for other in self.installed() for pair in ((placement, other), (other, placement))]
+        pairs = [pair for here, other in itertools.product(self.placements(), self.installed()) for pair in ((here, other), (other, here))]
 
-            @example_settings(2 * self.max_examples)
-            @hypothesis.given(members=self.bucket, sizes=st.tuples(worlds(4), worlds(4)), pair=st.sampled_from(pairs))
-            def drawn(members: tuple[Member, ...], sizes: tuple[int, int], pair: tuple[Placement, Placement]) -> None:
-                layouts = compose(members, list(zip(("outer", "inner"), sizes, pair, strict=True)))
-                for member in members if layouts else ():
-                    check_primaries(member, layouts[member.name], f"{pair[1].name} inside {pair[0].name}")
+        @example_settings(self.max_examples * 2)
+        @hypothesis.given(members=self.bucket, sizes=st.tuples(worlds(4), worlds(4)), pair=st.sampled_from(pairs))
+        def drawn(members: tuple[Member, ...], sizes: tuple[int, int], pair: tuple[Placement, Placement]) -> None:
+            layouts = compose(members, list(zip(("outer", "inner"), sizes, pair, strict=True)))
+            for member in members if layouts else ():
+                check_primaries(member, layouts[member.name], f"{pair[1].name} inside {pair[0].name}")
 
-            drawn()
+        drawn()
 
 
 def compose(members: Sequence[Member], steps: Sequence[tuple[str, int, Placement]]) -> dict[str, Layout]:
