@@ -94,7 +94,10 @@ def _dispatch(argv: list[str]) -> int:
     parser = Parser(prog=f"intarsia {rest[0]}", description=entry.doc, allow_abbrev=False)
     try:
         command.add_arguments(parser)
-        arguments = parser.parse_args(rest[1:])
+        try:
+            arguments = parser.parse_intermixed_args(rest[1:])  # options may stand between overrides
+        except TypeError:
+            arguments = parser.parse_args(rest[1:])  # a command with commands of its own
         return int(command.run(arguments) or 0)
     except SystemExit as stop:  # argparse, after printing help
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

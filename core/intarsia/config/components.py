@@ -6,10 +6,11 @@ import dataclasses
 
 from intarsia.config import shapes
 from intarsia.config.bases import Config
+from intarsia.config.overrides import Dropped
 from intarsia.config.paths import join, matcher, matches, split
 from intarsia.config.recipe import ComponentOverride, Recipe
 from intarsia.config.shapes import Leaf, Node, plain
-from intarsia.config.tree import DEFAULT, ROOT, Branch, Schema, Slot, finish, together
+from intarsia.config.tree import ROOT, Branch, Schema, Slot, finish, together
 from intarsia.errors import IntarsiaError, UsageError, nearest
 from intarsia.plugins import Plugins
 
@@ -39,10 +40,11 @@ def apply_overrides(recipe: Recipe, plugins: Plugins) -> Recipe:
     return finish(root, schema, "The component overrides")
 
 
-def apply(root: Branch, recipe: Recipe, schema: Schema) -> None:
-    """Change the tree of `recipe` in place, with "override by OWNER" as provenance."""
+def apply(root: Branch, recipe: Recipe, schema: Schema) -> list[Dropped]:
+    """Change the tree of `recipe` in place, with "override by OWNER" as provenance. Returns the values that the new components have no place for."""
+    dropped: list[Dropped] = []
     if not recipe.overrides:
-        return
+        return dropped
     components = [slot for slot in schema.slots(root, Recipe) if slot.segments[0] == "model" and _is_component(slot, schema)]
     problems: list[str] = []
     claims: list[_Claim] = []
@@ -54,9 +56,10 @@ def apply(root: Branch, recipe: Recipe, schema: Schema) -> None:
     problems += _conflicts(claims)
     if not problems:
         for claim in claims:
-            _replace(claim, schema, problems)
+            dropped += _replace(claim, schema, problems)
     if problems:
         raise UsageError(together("The component overrides", problems))
+    return dropped
 
 
 def _is_component(slot: Slot, schema: Schema) -> bool:
@@ -85,51 +88,42 @@ def _claims(number: int, override: ComponentOverride, components: list[Slot], sc
 
 
 def _conflicts(claims: list[_Claim]) -> list[str]:
+    """One sentence for each pair of overrides that meet, at the first node where they do."""
     found: dict[tuple[int, int], list[str]] = {}
-    texts: dict[tuple[int, int], str] = {}
     for index, first in enumerate(claims):
         for second in claims[index + 1 :]:
-            length = min(len(first.slot.segments), len(second.slot.segments))
-            if first.slot.segments[:length] == second.slot.segments[:length]:
-                same = first.slot.path == second.slot.path
-                inner, outer = sorted((first, second), key=lambda claim: -len(claim.slot.segments))
-                pair = (first.number, second.number)
-                found.setdefault(pair, []).append(inner.slot.path)
-                texts[pair] = (
-                    f"{first.words} and {second.words} both replace `{{}}`"
-                    if same
-                    else f"{inner.words} replaces `{{}}`, which lies within what {outer.words} replaces"
-                )
-    advice = "remove one of them or narrow its `match` or `type`"
-    return [
-        texts[pair].format(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") + f": {advice}."
-        for pair, paths in found.items()
-    ]
+            inner, outer = sorted((first, second), key=lambda claim: -len(claim.slot.segments))
+            if inner.slot.segments[: len(outer.slot.segments)] != outer.slot.segments:
+                continue
+            text = f"{first.words} and {second.words} both replace `{inner.slot.path}`"
+            if inner.slot.path != outer.slot.path:
+                text = f"{inner.words} replaces `{inner.slot.path}` within `{outer.slot.path}`, which {outer.words} replaces"
+            found.setdefault((first.number, second.number), []).append(text)
+    more = {pair: f" (and {len(texts) - 1} more)" if len(texts) > 1 else "" for pair, texts in found.items()}
+    return [f"{texts[0]}{more[pair]}: remove one of them or narrow its `match` or `type`." for pair, texts in found.items()]
 
 
-def _replace(claim: _Claim, schema: Schema, problems: list[str]) -> None:
+def _replace(claim: _Claim, schema: Schema, problems: list[str]) -> list[Dropped]:
     override, slot = claim.override, claim.slot
     assert isinstance(slot.shape, Node) and slot.branch is not None
-    branch, source = slot.branch, f"override by {override.owner}"
+    branch, source, path = slot.branch, f"override by {override.owner}", slot.path
     try:
-        name, node = schema.choose(override.replace, slot.shape, slot.path)
+        name, node = schema.choose(override.replace, slot.shape, path)
     except IntarsiaError as error:
         problems.append(f"{claim.words}: {error}")
-        return
-    kept = dict(branch.children)
+        return []
+    kept, fields = dict(branch.children), schema.fields(node)
     if branch.value != name:
         branch.value, branch.source = name, source
-        schema.seed(branch, node, slot.path)
-        for child in branch.children.values():
-            child.source = child.source or DEFAULT
-    for field in schema.fields(node):
-        if field in kept and field not in override.values:
-            branch.children[field] = kept[field]
+        schema.seed(branch, node, path)
+    branch.children |= {field: kept[field] for field in kept if field in fields and field not in override.values}
     for key, value in override.values.items():
         try:
-            _set(branch, node, key, value, source, schema, slot.path)
+            _set(branch, node, key, value, source, schema, path)
         except (IntarsiaError, ValueError) as error:
             problems.append(f"{claim.words}: {error}")
+    lost = [entry for field in kept if field not in fields for entry in kept[field].flat(join(path, field))]
+    return [Dropped(gone, old.value, old.source, source) for gone, old in lost]
 
 
 def _set(branch: Branch, node: type[Config], key: str, value: object, source: str, schema: Schema, path: str) -> None:

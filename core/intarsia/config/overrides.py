@@ -44,7 +44,7 @@ class Override:
     @property
     def source(self) -> str:
         """Who set it, for provenance: a glob is named, since its text is not the path."""
-        return COMMAND_LINE if self.exact else f"{COMMAND_LINE} ({self.text})"
+        return COMMAND_LINE if self.exact else f"{COMMAND_LINE} ({_partition(self.text)[0]})"
 
     @property
     def exact(self) -> bool:
@@ -142,14 +142,16 @@ class _Application:
         return growths
 
     def _guarded(self, override: Override, slot: Slot, key: str | None) -> None:
-        self.used.add(override.text)
         try:
             if key is not None:
                 self._add(override, slot, key)
-            elif slot.path not in self.exact or override.exact:
+                return
+            self.used.add(override.text)
+            if slot.path not in self.exact or override.exact:
                 self._replace(override, slot)
                 self.exact |= {slot.path} if override.exact else set()
         except (IntarsiaError, ValueError) as error:
+            self.used.add(override.text)
             self.problems.append(f"{override.text!r}: {error}")
 
     def _add(self, override: Override, slot: Slot, key: str) -> None:
@@ -159,9 +161,11 @@ class _Application:
             self.schema.seed(branch, slot.shape.declared, slot.path)
             return
         assert not isinstance(slot.shape, Leaf)
+        if key in branch.children:
+            return
         item, count, path = slot.shape.item, len(branch.children), join(slot.path, key)
         if isinstance(slot.shape, Many) and key != str(count):
-            raise ValueError(f"`{slot.path}` has {count} items, the next one is `{join(slot.path, str(count))}`")
+            raise ValueError(f"`{slot.path}` holds {count} so far, so the next one is `{join(slot.path, str(count))}`")
         child = Branch(MISSING, override.source)
         assert isinstance(item, Node)
         if self.schema.is_plain(item):
@@ -254,9 +258,9 @@ class _Application:
         places = f" `{last}` is at {', '.join(f'`{path}`' for path in elsewhere[:3])}." if elsewhere else ""
         if not override.exact:
             return f"the glob matches nothing.{places or ' ' + did_you_mean(last, known)}"
-        return self._wrong_step(override, slots) + places
+        return self._wrong_step(override, slots, places)
 
-    def _wrong_step(self, override: Override, slots: list[Slot]) -> str:
+    def _wrong_step(self, override: Override, slots: list[Slot], places: str) -> str:
         at, node, shape = "", Recipe, ROOT
         by_path = {slot.path: slot for slot in slots}
         for index, written in enumerate(override.written):
@@ -277,7 +281,7 @@ class _Application:
             whole = [path for path in close if path in by_path]
             if whole:
                 return f"there is no `{path}`. Did you mean {' or '.join(f'`{hit}`' for hit in whole)}?"
-            return self.schema.unknown_field(at, unquote(written), node)
+            return self.schema.unknown_field(at, unquote(written), node, places)
         return "it names no place."
 
     def _names(self, shape: Any) -> list[str]:

@@ -146,13 +146,14 @@ def _layers(name: str, root: Branch, texts: Sequence[str], transforms: Sequence[
         root = grown
     dropped += overrides.apply(root, overrides.read(texts), schema)
     recipe = finish(root, schema, f"recipe {name}")
-    requested = {path: branch.value for path, branch in root.flat()}
+    requested = {path: branch.value for path, branch in schema.grow(recipe, ROOT, "", "").flat()}
     if recipe.overrides:
-        components.apply(root, recipe, schema)
+        dropped += components.apply(root, recipe, schema)
         recipe = finish(root, schema, f"recipe {name} after its component overrides")
     if problems := checks.check(recipe, plugins):
         raise UsageError(together(f"recipe {name}", problems))
-    values = {path: Resolution(branch.value, branch.source) for path, branch in root.flat()}
+    who = {path: branch.source for path, branch in root.flat()}
+    values = {path: Resolution(branch.value, who[path]) for path, branch in schema.grow(recipe, ROOT, "", "").flat()}
     return Resolved(name, recipe, values, requested, dropped, tuple(transforms), tuple(texts))
 
 

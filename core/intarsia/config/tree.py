@@ -143,7 +143,7 @@ class Schema:
         owner = name.rpartition(":")[0]
         known = {candidate.distribution for candidate in self.plugins.skipped} | {failure.distribution for failure in self.plugins.failures}
         known |= {entry.owner for kind in self.plugins.kinds() for entry in self.plugins.registry(kind).entries()}
-        return "" if not owner or owner in known else f" The plugin {owner!r} is not installed: install the distribution of that name."
+        return "" if not owner or owner in known else f" No plugin {owner!r} is installed here."
 
     # ------------------------------------------------------------ value -> tree
 
@@ -177,6 +177,8 @@ class Schema:
                 branch.children[name] = self.grow(field.default(), field.shape, join(path, name), DEFAULT)
             elif isinstance(field.shape, Node) and self.is_plain(field.shape) and not field.shape.optional:
                 self.seed(branch.children.setdefault(name, Branch()), field.shape.declared, join(path, name))
+        if branch.value is MISSING and not branch.children:
+            branch.value = {}
 
     # ------------------------------------------------------------ tree -> value
 
@@ -196,7 +198,7 @@ class Schema:
             if isinstance(shape, Leaf):
                 return self._build_leaf(branch, shape, path)
             if branch is None:
-                raise UsageError(f"`{path}` is missing")
+                raise UsageError(f"`{path}` is required and not set")
             if isinstance(shape, Node):
                 return self._build_node(branch, shape, path, problems)
             return self._build_items(branch, shape, path, problems)
@@ -207,7 +209,7 @@ class Schema:
     def _build_leaf(self, branch: Branch | None, shape: Leaf, path: str) -> Any:
         if branch is None or branch.value is MISSING:
             beneath = f" (nothing can be set beneath it: {', '.join(branch.children)})" if branch and branch.children else ""
-            raise UsageError(f"`{path}` is missing: {shapes.describe(shape)}{beneath}")
+            raise UsageError(f"`{path}` is required and not set; expected {shapes.describe(shape)}{beneath}")
         if branch.children:
             raise UsageError(f"`{path}` is one value, nothing can be set beneath it: `{join(path, next(iter(branch.children)))}`")
         return shapes.check(branch.value, shape)
@@ -217,7 +219,9 @@ class Schema:
             return None
         node = self.node_at(branch, shape, path)
         if node is None:
-            raise UsageError(f"`{path}` is missing: the name of a {self.kind(shape.declared)}{' or none' if shape.optional else ''}")
+            raise UsageError(
+                f"`{path}` is required and not set; expected the name of a {self.kind(shape.declared)}{' or none' if shape.optional else ''}"
+            )
         fields, before = self.fields(node), len(problems)
         for segment in branch.children:
             if segment not in fields:
@@ -250,10 +254,10 @@ class Schema:
             raise UsageError(f"`{path}` holds {count} items, numbered from 0 without gaps; `{join(path, stray[0])}` is not one of them")
         return tuple(self.build(branch.children[str(index)], shape.item, join(path, str(index)), problems) for index in range(count))
 
-    def unknown_field(self, path: str, name: str, node: type[Config]) -> str:
-        """The message for a field that a node lacks."""
+    def unknown_field(self, path: str, name: str, node: type[Config], elsewhere: str = "") -> str:
+        """The message for a field that a node lacks; `elsewhere` is a sentence on where it is."""
         where = f"`{path}` ({node.__name__})" if path else "the recipe"
-        return f"`{join(path, name)}`: {where} has no field {name!r}. {did_you_mean(name, self.fields(node))}"
+        return f"`{join(path, name)}`: {where} has no field {name!r}.{elsewhere or ' ' + did_you_mean(name, self.fields(node))}"
 
     # ------------------------------------------------------------ places
 
@@ -265,9 +269,10 @@ class Schema:
     def _slot(self, parent: Branch, name: str, shape: Shape, path: str, segments: tuple[str, ...]) -> Iterator[Slot]:
         branch = parent.children.get(name)
         slot = Slot(path, segments, shape, parent, branch)
-        yield slot
         if isinstance(shape, Node):
             slot.node = self.node_at(branch, shape, path)
+        yield slot
+        if isinstance(shape, Node):
             if branch is not None and slot.node is not None:
                 yield from self.slots(branch, slot.node, path, segments)
         elif isinstance(shape, (Many, Table)) and branch is not None:
