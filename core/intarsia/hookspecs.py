@@ -109,6 +109,11 @@ def offer_checkpoint_backends() -> Sequence[Entry]:
     """Formats of checkpoint data. Target: `build(config) -> CheckpointBackend`."""
 
 
+@offer("checkpoint format")
+def offer_checkpoint_formats() -> Sequence[Entry]:
+    """Formats that `intarsia checkpoint export` and `import` know besides our own. Target: `build() -> CheckpointFormat`."""
+
+
 @offer("storage", base="intarsia.config:StorageConfig")
 def offer_storages() -> Sequence[Entry]:
     """Places where checkpoints go. Target: `build(config, root) -> Storage`, root being the run directory or the location the user named."""

@@ -34,6 +34,7 @@ from intarsia.contracts.sequence import CacheSpec, ContextKind, Mixer, MixerSpec
 from intarsia.contracts.state import Migrates, Stateful, StateItem, StateKind, StepState
 from intarsia.contracts.storage import (
     CheckpointBackend,
+    CheckpointFormat,
     FileRecord,
     JSONObject,
     Piece,
@@ -62,6 +63,7 @@ __all__ = [
     "BuildStage",
     "CacheSpec",
     "CheckpointBackend",
+    "CheckpointFormat",
     "ContextKind",
     "DataSource",
     "Document",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from intarsia.checkpoint import Checkpoint
     from intarsia.contracts.state import StateItem
 
 
@@ -98,14 +101,30 @@ class WrittenPart:
 class CheckpointBackend(Protocol):
     """The format of a checkpoint's data files. Manifest, hashes, commit, retention and resharding arithmetic are core's. Stability: provisional."""
 
-    def write(self, storage: Storage, folder: str, rank: int, tensors: Sequence[tuple[StateItem, Any]]) -> WrittenPart:
+    def write(self, storage: Storage, folder: str, rank: int, tensors: Iterable[tuple[StateItem, Any]]) -> WrittenPart:
         """Write this rank's primary pieces. `tensors` pairs each item with the list of (Box, contiguous CPU tensor) to write, which
-        belong to the save until it ends. Runs in the background, without collectives. Files are made under `folder`, named so that no other
+        belong to the save until it ends; it is iterated once, and may make each tensor only when its turn comes. Runs in the background, without collectives. Files are made under `folder`, named so that no other
         rank's can clash."""
         ...
 
     def read(self, storage: Storage, folder: str, pieces: Sequence[Piece], deliver: Callable[[Piece, memoryview], None]) -> None:
         """Read the listed pieces in any order and hand each one's bytes to `deliver`."""
+        ...
+
+
+@runtime_checkable
+class CheckpointFormat(Protocol):
+    """A foreign format of weights or whole states, for `intarsia checkpoint export` and `import`. Built by `target()`. Stability: provisional.
+
+    `options` are the command's `--option NAME=VALUE`; unknown names are a UsageError. What one direction cannot do is a UsageError that says so.
+    """
+
+    def export(self, checkpoint: Checkpoint, folder: Path, options: Mapping[str, str]) -> list[Path]:
+        """Write the checkpoint into the new or empty `folder`, a tensor at a time. Returns the files."""
+        ...
+
+    def import_(self, source: Path, run: Path, options: Mapping[str, str]) -> str:
+        """Commit what is in `source` as the newest checkpoint of the run directory `run`. Returns where it is."""
         ...
 
 
