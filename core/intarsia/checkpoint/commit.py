@@ -187,11 +187,19 @@ def _merge_value(values: dict[str, Any], first: dict[str, int], key: str, record
 # ---------------------------------------------------------------- publish and find
 
 
-def publish(storage: Storage, base: str, temporary: str, head: Mapping[str, Any], parts: list[dict[str, Any]]) -> CheckpointRef:
-    """Make the temporary folder the newest checkpoint. Durable when this returns."""
+def publish(
+    storage: Storage,
+    base: str,
+    temporary: str,
+    head: Mapping[str, Any],
+    parts: list[dict[str, Any]],
+    values: Mapping[str, Any] | None = None,
+) -> CheckpointRef:
+    """Make the temporary folder the newest checkpoint, of what is in `parts` and the merged `values`. Durable when this returns."""
     complete, skipped = scan(storage, base)
     serial = 1 + max((ref.serial for ref in complete), default=0)
     value = {"format": FORMAT, "version": VERSION, "serial": serial, "time_s": time.time(), **head, **merge_parts(parts)}
+    value["values"] |= values or {}
     manifest = from_json(value, f"the manifest of {temporary}")
     data = encode(value)
     write_file(storage, f"{temporary}/{MANIFEST}", data)

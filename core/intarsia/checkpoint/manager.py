@@ -21,10 +21,11 @@ from intarsia.checkpoint import commit
 from intarsia.checkpoint.commit import CheckpointRef, Skipped
 from intarsia.checkpoint.loading import compare_items, compare_keys, fill
 from intarsia.checkpoint.manifest import encode, tensor_head
+from intarsia.checkpoint.reader import BASE, find_backend
 from intarsia.checkpoint.staging import Staged, collect, digest_tensor, digest_value, plain, stage
 from intarsia.contracts.state import Stateful
 from intarsia.contracts.storage import CheckpointBackend, Storage
-from intarsia.errors import CheckpointError, IntarsiaError, UsageError
+from intarsia.errors import CheckpointError, IntarsiaError
 
 if TYPE_CHECKING:
     from intarsia.comm import Communicator
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from intarsia.plugins import Plugins
 
 log = logging.getLogger("intarsia.checkpoint")
-
-BASE = "checkpoints"
-"""Folder of a run's checkpoints in its storage."""
 
 IN_FLIGHT = 2
 """Saves that may exist at once: one being written, one waiting. A further `save` waits: each holds a copy of the state."""
@@ -339,12 +337,3 @@ def describe_staged(staged: Staged) -> tuple[dict[str, Any], dict[str, Any], dic
     digests = {key: digest_tensor(tensor) for key, tensor in staged.replicated.items()}
     digests |= {key: digest_value(record["value"]) for key, record in staged.values.items() if record["kind"] == "replicated"}
     return {key: tensor_head(head) for key, head in staged.heads.items()}, staged.values, digests
-
-
-def find_backend(name: str, plugins: Plugins) -> CheckpointBackend:
-    """The backend that wrote a checkpoint, with default settings: reading never depends on them."""
-    try:
-        entry = plugins.registry("checkpoint backend").find(name)
-    except UsageError as error:
-        raise CheckpointError(f"The checkpoint was written by the backend {name!r}, which is not installed. {error}") from error
-    return plugins.build(plugins.config_class(entry)())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class StreamBackend:
     def __init__(self, config: StreamConfig):
         self.config = config
 
-    def write(self, storage: Storage, folder: str, rank: int, tensors: Sequence[tuple[StateItem, Any]]) -> WrittenPart:
+    def write(self, storage: Storage, folder: str, rank: int, tensors: Iterable[tuple[StateItem, Any]]) -> WrittenPart:
         """One pass over the tensors; `tensors` may make them as it is iterated. Extra memory: none beyond what the storage keeps."""
         if sys.byteorder != "little":
             raise OSError("the stream backend writes on little-endian machines only")

@@ -1,0 +1,105 @@
+"""A checkpoint as something to read: any box of any tensor, any value, without the run that wrote it. Torch is imported when a tensor is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from intarsia.checkpoint import commit
+from intarsia.checkpoint.manifest import MANIFEST, MARKER, Manifest
+from intarsia.checkpoint.posix import PosixStorage
+from intarsia.contracts.placement import Box
+from intarsia.contracts.storage import CheckpointBackend, Storage
+from intarsia.errors import CheckpointError, UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from intarsia.plugins import Plugins
+
+BASE = "checkpoints"
+"""Folder of a run's checkpoints in its storage."""
+
+
+class Checkpoint:
+    """An open checkpoint. Make one with `open_checkpoint`. Stability: provisional."""
+
+    def __init__(self, storage: Storage, folder: str, plugins: Plugins | None = None):
+        self.storage, self.folder = storage, folder
+        self.location = f"{storage.describe().rstrip('/')}/{folder}"
+        self.manifest: Manifest = commit.load_manifest(storage, folder)
+        self._plugins = plugins
+        self._backend: CheckpointBackend | None = None
+
+    def keys(self) -> list[str]:
+        """Keys of all tensors and values, sorted. What belongs to one rank has `@rankN` behind the item's key when it is a tensor."""
+        return sorted([*self.manifest.tensors, *self.manifest.values])
+
+    def value(self, key: str) -> Any:
+        """The JSON value of a replicated or keyed item; for kind rank an object from rank (as a string) to its value."""
+        if key not in self.manifest.values:
+            raise CheckpointError(f"{self.location} has no value {key!r}. {did_you_mean(key, self.manifest.values)}")
+        return self.manifest.values[key].value
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """A new CPU tensor with `box` of the stored tensor (all of it when None), of the box's size and the stored dtype."""
+        import torch
+
+        from intarsia.checkpoint.loading import read_into
+        from intarsia.checkpoint.staging import Target
+
+        record = self.manifest.tensors.get(key)
+        if record is None:
+            raise CheckpointError(f"{self.location} has no tensor {key!r}. {did_you_mean(key, self.manifest.tensors)}")
+        box = Box.whole(record.shape) if box is None else box
+        if len(box.size) != len(record.shape) or any(end > size for end, size in zip(box.end, record.shape, strict=True)):
+            raise UsageError(f"The box {box} is not inside the shape {list(record.shape)} of {key!r} in {self.location}.")
+        target = Target(record, (box,) if box.numel else (), torch.empty(box.size, dtype=getattr(torch, record.dtype)))
+        read_into(self.storage, self.backend, self.folder, [target])
+        return target.value
+
+    @property
+    def backend(self) -> CheckpointBackend:
+        """The backend that wrote this. CheckpointError, naming it, where it is not installed."""
+        if self._backend is None:
+            from intarsia import plugins
+
+            self._backend = find_backend(self.manifest.backend, self._plugins or plugins.current())
+        return self._backend
+
+    def verify(self) -> list[tuple[str, str]]:
+        """(file, what is wrong with it) of every damaged, missing or surplus file. Reads everything; marker and manifest were checked on opening."""
+        found = [
+            (file.name, problem) for file in self.manifest.files.values() if (problem := commit.check_hash(self.storage, self.folder, file))
+        ]
+        known = {f"{self.folder}/{name}" for name in (*self.manifest.files, MANIFEST, MARKER)}
+        surplus = [name for name in self.storage.list(self.folder) if name not in known]
+        return found + [(name[len(self.folder) + 1 :], "does not belong to the checkpoint") for name in surplus]
+
+
+def find_backend(name: str, plugins: Plugins) -> CheckpointBackend:
+    """The backend that wrote a checkpoint, with default settings: reading never depends on them."""
+    try:
+        entry = plugins.registry("checkpoint backend").find(name)
+    except UsageError as error:
+        raise CheckpointError(f"The checkpoint was written by the backend {name!r}, which is not installed. {error}") from error
+    return plugins.build(plugins.config_class(entry)())
+
+
+def open_checkpoint(path: str | os.PathLike[str], storage: Storage | None = None, plugins: Plugins | None = None) -> Checkpoint:
+    """The checkpoint in a folder, or the newest complete one of a run directory. `path` is within `storage` where one is given. Stability: provisional."""
+    if storage is None:
+        place = Path(path).expanduser().absolute()
+        storage, folder = PosixStorage(place.parent), place.name
+    else:
+        folder = str(path)
+    names = storage.list(folder)
+    if f"{folder}/{MARKER}" not in names and f"{folder}/{MANIFEST}" not in names:
+        base = folder if folder.rpartition("/")[2] == BASE else f"{folder}/{BASE}"
+        complete, skipped = commit.scan(storage, base)
+        if not complete:
+            reasons = "".join(f"\n  {entry.folder}: {entry.reason}" for entry in skipped)
+            raise CheckpointError(f"There is no complete checkpoint in {storage.describe()}/{folder}.{reasons}")
+        folder = complete[0].folder
+    return Checkpoint(storage, folder, plugins)
