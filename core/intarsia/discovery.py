@@ -112,7 +112,7 @@ def scan() -> Iterator[Candidate]:
 
     Only distributions that have the group are read further, by hand: parsing each METADATA as a message costs more than all the rest.
     """
-    places = set()
+    seen = set()
     for distribution in importlib.metadata.distributions():
         text = distribution.read_text("entry_points.txt")
         if not text or f"[{GROUP}]" not in text:
@@ -120,13 +120,12 @@ def scan() -> Iterator[Candidate]:
         place = str(distribution.locate_file(""))
         header = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
         fields = dict(re.findall(r"^(Name|Version):\s*(\S+)", header, re.MULTILINE))
-        name = fields.get("Name") or "unnamed"
-        found = [(normalise(name), fields.get("Version", "unknown"), point) for point in distribution.entry_points if point.group == GROUP]
-        for owner, version, point in found:
-            identity = (owner, version, point.name, os.path.realpath(place))
-            if identity not in places:  # the same folder can stand on sys.path twice
-                places.add(identity)
-                yield Candidate(owner, version, point.name, point.value, location=place)
+        owner, version = normalise(fields.get("Name", "unnamed")), fields.get("Version", "unknown")
+        identity = (owner, version, os.path.realpath(place))
+        if identity not in seen:  # the same folder can stand on sys.path twice
+            seen.add(identity)
+            points = (point for point in distribution.entry_points if point.group == GROUP)
+            yield from (Candidate(owner, version, point.name, point.value, location=place) for point in points)
 
 
 def candidate_of(point: Any) -> Candidate:

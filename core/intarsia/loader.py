@@ -7,7 +7,6 @@ import inspect
 import re
 import sys
 import time
-import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -83,7 +82,7 @@ class Loader:
             specs = core_specs()
             accepted = [record for record in records if self._attempt(record, self._add_specs, record, specs)]
             relay = pluggy.PluginManager("intarsia")
-            relay.add_hookspecs(types.SimpleNamespace(**{name: spec.function for name, spec in specs.items()}))
+            relay.add_hookspecs(type("Specs", (), {name: staticmethod(spec.function) for name, spec in specs.items()}))
             claims: dict[tuple[str, ...], str] = {}
             checked = [record for record in accepted if self._attempt(record, self._check, record, specs, claims)]
             # pluggy calls the last registered first: registering backwards makes the calls run in declared order.

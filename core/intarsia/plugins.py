@@ -195,11 +195,10 @@ class Plugins:
         if entry.config is None:
             raise PluginError(f"{entry.kind} {entry.full_name!r} has no config class.")
         if entry.config not in self._classes:
-            import chz
-
             found = self._import(entry, entry.config)
             base = import_reference(self.registry(entry.kind).base)
-            if not (isinstance(found, type) and issubclass(found, base) and found is not base and chz.is_chz(found)):
+            # chz.is_chz is true of an undecorated subclass, too, whose own fields would be lost.
+            if not (isinstance(found, type) and issubclass(found, base) and found is not base and "__chz_fields__" in vars(found)):
                 text = f"{entry.kind} {entry.full_name!r} of plugin {entry.plugin}: {entry.config!r} must be a subclass of {base.__name__}"
                 raise PluginError(f"{text}, decorated with @chz.chz(typecheck=True).")
             other = self._entry_of.setdefault(found, entry)
@@ -352,8 +351,8 @@ def child_environment(plugins: Plugins | None = None) -> dict[str, str]:
     """Variables for the environment of a process to be started: the same selection, and what it must hold (see `verify_child`). Stability: stable."""
     plugins = plugins or current()
     expected = json.dumps({"fingerprint": plugins.fingerprint(), "plugins": plugins.versions()})
-    disabled = ",".join(candidate.id for candidate in plugins.skipped)
-    return {"INTARSIA_PLUGINS_DISABLE": disabled, "INTARSIA_PLUGINS_ALLOW": "", EXPECTED: expected}
+    allowed = ",".join(plugins.versions()) if plugins.skipped else ""
+    return {"INTARSIA_PLUGINS_DISABLE": "", "INTARSIA_PLUGINS_ALLOW": allowed, EXPECTED: expected}
 
 
 def verify_child(plugins: Plugins | None = None) -> None:
