@@ -36,8 +36,8 @@ class MuonConfig(OptimizerConfig):
         doc="How lr is scaled for a matrix's shape: original (sqrt(max(1, rows/columns))) or match_rms_adamw (0.2 sqrt(max(rows, columns)): AdamW's lr can be reused).",
     )
     not_matrices: tuple[str, ...] = chz.field(
-        default=("*embedding*", "*embed*", "*head*"),
-        doc="Globs on the parts of a parameter's dotted name: these are updated by AdamW although they have two dimensions.",
+        default=("*embed*", "*head*", "output.*"),
+        doc="Globs on a parameter's dotted name, or on any part of it: these are updated by AdamW although they have two dimensions.",
     )
     adamw_lr: float = chz.field(default=3e-3, doc="Learning rate of the rest.")
     adamw_weight_decay: float = chz.field(default=0.0, doc="Decoupled weight decay of the rest.")

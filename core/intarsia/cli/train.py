@@ -1,0 +1,104 @@
+"""`intarsia train`: a new run by a recipe, or more of an old one. torch is imported only once everything that needs none has been checked."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from intarsia import plugins
+from intarsia.config import Resolved, resolve
+from intarsia.config.resolve import load_saved
+from intarsia.errors import UsageError
+from intarsia.mesh import check_mesh, check_supported
+from intarsia.train.run_directory import default_directory, is_run, newest_run
+
+
+class TrainCommand:
+    """Trains."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The command's arguments."""
+        parser.add_argument(
+            "recipe", nargs="?", help="name of a recipe, path.py:function, run directory or recipe.json; may be left out with --resume DIR"
+        )
+        parser.add_argument("overrides", nargs="*", metavar="PATH=VALUE", help="overrides, such as train.steps=200 optimizer=adamw")
+        parser.add_argument(
+            "--with", dest="transforms", action="append", default=[], metavar="TRANSFORM", help="apply a transform (repeatable)"
+        )
+        place = parser.add_mutually_exclusive_group()
+        place.add_argument("--dir", type=Path, metavar="DIR", help="the run's directory (default: a new one, runs/NAME-DATE-TIME)")
+        place.add_argument("--name", metavar="NAME", help="the run's directory is runs/NAME")
+        parser.add_argument(
+            "--resume",
+            nargs="?",
+            const="",
+            metavar="DIR",
+            help="go on with the run in DIR (or --dir, --name, else the newest run of the recipe)",
+        )
+        parser.add_argument("--allow-changes", action="store_true", help="resume even where recipe or plugins differ from the checkpoint's")
+        parser.add_argument("--processes", type=int, metavar="N", help="start N processes on this machine (or use torchrun)")
+        parser.add_argument("--quiet", action="store_true", help="no progress on the terminal; events.jsonl has everything")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Check, then train here or start the ranks."""
+        if arguments.recipe and "=" in arguments.recipe:  # `train --resume DIR train.steps=200`
+            arguments.overrides.insert(0, arguments.recipe)
+            arguments.recipe = None
+        directory, resuming = _directory(arguments), arguments.resume is not None
+        resolved = _resolve(arguments, directory)
+        if resuming and directory is None:
+            directory = newest_run(resolved.recipe.name)
+            resolved = load_saved(directory, arguments.overrides, arguments.transforms)
+        processes = int(os.environ.get("WORLD_SIZE", "1")) if arguments.processes is None else arguments.processes
+        if processes < 1:
+            raise UsageError(f"--processes is {processes}; it must be at least 1.")
+        check_supported(check_mesh(resolved.recipe.mesh, processes))
+        if arguments.processes is not None and processes > 1:
+            return _launch(arguments, directory or default_directory(resolved.recipe.name), processes)
+        from intarsia.train.trainer import Request, train
+
+        train(Request(resolved, plugins.current(), directory, resuming, arguments.allow_changes, not arguments.quiet))
+        return 0
+
+
+def _directory(arguments: argparse.Namespace) -> Path | None:
+    """The run directory as far as the arguments name it."""
+    named = arguments.dir or (Path("runs") / arguments.name if arguments.name else None)
+    if arguments.resume:
+        if named is not None:
+            raise UsageError("--resume DIR names the run directory already: leave out --dir and --name.")
+        return Path(arguments.resume)
+    if arguments.resume == "" and named is None and arguments.recipe and is_run(Path(arguments.recipe)):
+        return Path(arguments.recipe)  # `train runs/x --resume`
+    return named
+
+
+def _resolve(arguments: argparse.Namespace, directory: Path | None) -> Resolved:
+    """The recipe. A resumed run's own one is taken where none is named."""
+    if arguments.recipe is not None:
+        return resolve(arguments.recipe, arguments.overrides, arguments.transforms)
+    if arguments.resume is None:
+        raise UsageError("Which recipe? `intarsia config` lists them; `intarsia train --resume DIR` goes on with a run.")
+    if directory is None:
+        raise UsageError("Which run? Name its directory: `intarsia train --resume DIR`.")
+    if not is_run(directory):
+        raise UsageError(f"{directory} is no run directory (it has no recipe.json), so there is nothing to resume.")
+    return load_saved(directory, arguments.overrides, arguments.transforms)
+
+
+def _launch(arguments: argparse.Namespace, directory: Path, processes: int) -> int:
+    if "WORLD_SIZE" in os.environ:
+        raise UsageError("--processes starts the processes itself: don't use it under torchrun, which has started them already.")
+    from intarsia.train.launch import launch
+
+    command = ["train", *([arguments.recipe] if arguments.recipe else []), *arguments.overrides]
+    command += [part for name in arguments.transforms for part in ("--with", name)]
+    command += ["--dir", str(directory)] if arguments.resume is None else ["--resume", str(directory)]
+    command += [flag for flag, given in (("--allow-changes", arguments.allow_changes), ("--quiet", arguments.quiet)) if given]
+    sys.stdout.flush()
+    return launch(command, processes)
+
+
+command = TrainCommand()

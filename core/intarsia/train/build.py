@@ -1,0 +1,162 @@
+"""The staged build: one small function for each stage, with `before_build` and `after_build` around it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from intarsia import data, ops
+from intarsia.checkpoint import CheckpointManager
+from intarsia.config import Recipe
+from intarsia.contracts import BuildStage, StepState
+from intarsia.device import capabilities
+from intarsia.errors import UsageError
+from intarsia.mesh import Mesh
+from intarsia.parameters import ParameterTable
+from intarsia.train import engine as regions
+from intarsia.train.built import DATA_AXES, Built
+from intarsia.train.config import WholeConfig
+from intarsia.train.groups import freeze, optimizer_groups
+from intarsia.train.state import ModelState, OptimizerState, Progress, RandomState
+
+
+def build(built: Built, sizes: dict[str, int], facts: dict[str, Any]) -> None:
+    """Build every part of the run, in the order of `BuildStage`. `facts` go into every checkpoint's manifest."""
+    stages: dict[BuildStage, Callable[[], Any]] = {
+        "mesh": lambda: build_mesh(built, sizes),
+        "data": lambda: build_data(built),
+        "model": lambda: build_model(built),
+        "parameters": lambda: build_parameters(built),
+        "optimizer": lambda: build_optimizer(built),
+        "engine": lambda: build_engine(built),
+        "checkpoint": lambda: build_checkpoint(built, facts),
+    }
+    for stage, action in stages.items():
+        start = time.perf_counter()
+        built.hooks.before_build(run=built.run, stage=stage)
+        built.run.parts[stage] = action()
+        built.hooks.after_build(run=built.run, stage=stage)
+        built.event("build", stage=stage, seconds_s=time.perf_counter() - start, **_stage_facts(built, stage))
+    check_framework(built)
+
+
+def _stage_facts(built: Built, stage: BuildStage) -> dict[str, Any]:
+    if stage == "data":
+        return {"data": built.loader.facts(), "evaluation": built.evaluation.facts() if built.evaluation else None}
+    if stage == "parameters":
+        infos = [built.table[name] for name in built.table.names()]
+        trainable = sum(math.prod(info.shape) for info in infos if info.trainable)
+        return {"parameters": sum(math.prod(info.shape) for info in infos), "trainable_parameters": trainable}
+    return {}
+
+
+def build_mesh(built: Built, sizes: dict[str, int]) -> Mesh:
+    """Stage mesh."""
+    built.mesh = Mesh(sizes, built.world)
+    built.data = built.mesh.comm(*DATA_AXES)
+    return built.mesh
+
+
+def build_data(built: Built) -> data.Loader:
+    """Stage data: the training loader and, where the recipe evaluates, the held-out one. Rank 0 goes first: it fills the token cache for all."""
+    recipe, mesh = built.resolved.recipe, built.mesh
+
+    def loader(split: str) -> data.Loader:
+        return data.build_loader(recipe, built.plugins, mesh.data_rank, mesh.data_ranks, built.run.directory, split)
+
+    built.loader = loader("train")
+    data.check_vocabulary(built.loader.tokenizer, recipe.model)
+    if recipe.evaluation.every != 0 and data.has_evaluation(recipe):
+        built.evaluation = loader("evaluation")
+    if recipe.train.sequence_length > recipe.model.max_positions:
+        raise UsageError(
+            f"train.sequence_length is {recipe.train.sequence_length}, but the model has {recipe.model.max_positions} positions (model.max_positions)."
+        )
+    return built.loader
+
+
+def build_model(built: Built) -> torch.nn.Module:
+    """Stage model: shapes only, on the meta device; operators' kernels are chosen; frozen groups stop training."""
+    recipe = built.resolved.recipe
+    choose_kernels(built, recipe)
+    with torch.device("meta"):
+        built.model = built.plugins.build(recipe.model)
+    freeze(recipe.parameter_groups, built.model)
+    built.flops_per_token = built.model.flops_per_token(recipe.train.sequence_length)
+    return built.model
+
+
+def choose_kernels(built: Built, recipe: Recipe) -> None:
+    """Put the recipe's kernels in force. What `auto` chose for a run stays chosen when it is resumed."""
+    pinned = {path.removeprefix("kernels."): fact["value"] for path, fact in built.resolved.pinned.items() if path.startswith("kernels.")}
+    wanted = {**recipe.kernels, **{op: name for op, name in pinned.items() if recipe.kernels.get(op, "auto") == "auto"}}
+    selection = ops.select(wanted, built.plugins, capabilities(), recipe.precision.compute, compiled=recipe.compile.mode != "none")
+    ops.install(selection)
+    for op, choice in selection.facts().items():
+        built.resolved.decide(f"kernels.{op}", choice["value"], choice["reason"])
+
+
+def build_parameters(built: Built) -> Any:
+    """Stage parameters: the table, and the sharder that takes the parameters over and fills them."""
+    recipe = built.resolved.recipe
+    built.table = ParameterTable.from_model(built.model, recipe.precision.master)
+    precision = recipe.precision
+    config = recipe.sharder
+    if built.world.size == 1 and precision.master == precision.compute == precision.reduce:
+        config = WholeConfig()
+        built.resolved.decide("sharder", "intarsia:whole", "one process and one dtype: there is nothing to shard or cast")
+    built.sharded = built.plugins.build(config).shard(built.model, built.table, built.mesh, built.world)
+    return built.sharded
+
+
+def build_optimizer(built: Built) -> Any:
+    """Stage optimizer: parameter groups, optimizer, schedule."""
+    recipe = built.resolved.recipe
+    trainable = [name for name in built.table.names() if built.table[name].trainable]
+    groups = optimizer_groups(recipe.parameter_groups, built.sharded.parameters(), trainable)
+    for group in groups:
+        for name in group.parameters:
+            built.table[name].group = group.name
+    built.optimizer = built.plugins.build(recipe.optimizer, groups, built.table, built.world)
+    built.schedule = built.plugins.build(recipe.schedule)
+    return built.optimizer
+
+
+def build_engine(built: Built) -> Any:
+    """Stage engine: the loss, compiled and recomputed regions, the engine, and modules with state of their own."""
+    recipe = built.resolved.recipe
+    built.loss = built.plugins.build(recipe.loss)
+    regions.prepare_regions(built.model, recipe.compile, recipe.recompute)
+    built.engine = built.plugins.build(recipe.engine, built.model, built.loss)
+    built.step_states = [module for module in built.model.modules() if isinstance(module, StepState)]
+    built.model.train()
+    return built.engine
+
+
+def build_checkpoint(built: Built, facts: dict[str, Any]) -> CheckpointManager:
+    """Stage checkpoint: the manager, and what has state. Generators come last, so that nothing after them draws."""
+    recipe, run = built.resolved.recipe, built.run
+    built.progress = Progress(run)
+    built.random = RandomState(recipe.train.seed, run.rank, built.device)
+    built.components = [
+        ModelState(built.model, built.sharded, built.table),
+        OptimizerState(built.optimizer, built.table),
+        built.loader,
+        built.progress,
+        built.random,
+    ]
+    facts["data"] = built.loader.facts()
+    decisions = built.resolved.decisions.items()
+    facts["kernels"] = {path.removeprefix("kernels."): decision["value"] for path, decision in decisions if path.startswith("kernels.")}
+    built.manager = CheckpointManager(recipe.checkpoint, run.directory, built.world, built.plugins, facts, exclusive=True)
+    return built.manager
+
+
+def check_framework(built: Built) -> None:
+    """Frozen stays frozen, ties stay tied, every parameter is in exactly one group and one bucket; no parameter was lost on the way."""
+    groups = {name: built.table[name].group for name in built.table.names()}
+    built.table.check(built.model, groups, built.sharded)

@@ -1,0 +1,75 @@
+"""What a run is made of while it is alive: the trainer's own view of `Run.parts`, typed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from intarsia.checkpoint import CheckpointManager
+from intarsia.comm import Communicator
+from intarsia.config.resolve import Resolved
+from intarsia.contracts import Batch, Engine, Loss, Optimizer, Run, Schedule, ShardedModel, Stateful, StepState
+from intarsia.data.loader import Loader
+from intarsia.hooks import Hooks
+from intarsia.mesh import Mesh
+from intarsia.parameters import ParameterTable
+from intarsia.plugins import Plugins
+from intarsia.train.events import EventLog
+from intarsia.train.state import Progress, RandomState
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Mesh axes whose ranks see different rows."""
+
+
+@dataclasses.dataclass
+class Built:
+    """Filled stage by stage; a field is there from its stage on. `events` is None on ranks other than 0."""
+
+    run: Run
+    resolved: Resolved
+    plugins: Plugins
+    hooks: Hooks
+    world: Communicator
+    device: torch.device
+    events: EventLog | None = None
+    mesh: Mesh = dataclasses.field(init=False)
+    data: Communicator = dataclasses.field(init=False)
+    loader: Loader = dataclasses.field(init=False)
+    evaluation: Loader | None = None
+    model: nn.Module = dataclasses.field(init=False)
+    table: ParameterTable = dataclasses.field(init=False)
+    sharded: ShardedModel = dataclasses.field(init=False)
+    optimizer: Optimizer = dataclasses.field(init=False)
+    schedule: Schedule = dataclasses.field(init=False)
+    loss: Loss = dataclasses.field(init=False)
+    engine: Engine = dataclasses.field(init=False)
+    step_states: list[StepState] = dataclasses.field(default_factory=list)
+    manager: CheckpointManager = dataclasses.field(init=False)
+    progress: Progress = dataclasses.field(init=False)
+    random: RandomState = dataclasses.field(init=False)
+    components: Sequence[Stateful] = ()
+    flops_per_token: float = 0.0
+
+    def event(self, name: str, **fields: object) -> None:
+        """Write an event, on rank 0."""
+        if self.events is not None:
+            self.events.write(name, **fields)
+
+    def warn(self, message: str) -> None:
+        """A warning event, on rank 0."""
+        self.event("warning", message=message)
+
+    def on_device(self, batch: Batch) -> Batch:
+        """The batch with its tensors on the run's device."""
+        if self.device.type == "cpu":
+            return batch
+
+        def move(value: object) -> object:
+            return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+
+        extra = {name: move(value) for name, value in batch.extra.items()}
+        tensors = {name: move(getattr(batch, name)) for name in ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")}
+        return dataclasses.replace(batch, extra=extra, **tensors)  # type: ignore[arg-type]

@@ -1,0 +1,90 @@
+"""The eager engine, and what it does to a model's declared regions before the first step: compile them, recompute them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from intarsia.config import CompileConfig, RecomputeConfig
+from intarsia.contracts import Batch, Loss, LossSum
+from intarsia.errors import UsageError, did_you_mean
+from intarsia.train.config import EagerConfig
+from intarsia.train.context import TrainContext, windows_of
+
+
+class EagerEngine:
+    """Forward, loss and backward as written. Dtypes are the sharder's: there is no autocast here."""
+
+    def __init__(self, model: nn.Module, loss: Loss):
+        self._model = model
+        self._loss = loss
+        self._windows = windows_of(model)
+
+    def micro_batch(self, batch: Batch, scale: float) -> LossSum:
+        """Forward and backward of `total * scale`; the sums come back detached, still on the device."""
+        loss = self._forward(batch)
+        (loss.total * scale).backward()
+        return LossSum(loss.total.detach(), {name: value.detach() for name, value in loss.sums.items()})
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> LossSum:
+        """Forward and loss."""
+        return self._forward(batch)
+
+    def _forward(self, batch: Batch) -> LossSum:
+        hidden_BSD = self._model(batch.tokens_BS, TrainContext.of(batch, self._windows))
+        return self._loss(self._model, hidden_BSD, batch)
+
+
+def build(config: EagerConfig, model: nn.Module, loss: Loss) -> EagerEngine:
+    """The entry's target."""
+    return EagerEngine(model, loss)
+
+
+def prepare_regions(model: nn.Module, compiling: CompileConfig, recompute: RecomputeConfig) -> None:
+    """Compile and mark for recomputation the regions that the recipe asks for.
+
+    Both replace a module's `forward` and leave its hooks outside: a sharder's hooks gather parameters before, and
+    are not traced; recomputation in backward runs the inner forward only. Compiled code is recomputed as a whole.
+    """
+    for module in _compiled(model, compiling):
+        module.forward = torch.compile(module.forward, backend=compiling.backend, dynamic=compiling.dynamic or None)
+    for module in _recomputed(model, recompute):
+        module.forward = functools.partial(_run_recomputed, module.forward)
+
+
+def _run_recomputed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _compiled(model: nn.Module, config: CompileConfig) -> Iterator[nn.Module]:
+    if config.mode not in ("none", "model", "local"):
+        raise UsageError(f"compile.mode {config.mode!r} is unknown. {did_you_mean(config.mode, ('none', 'model', 'local'))}")
+    if config.mode == "none":
+        return
+    known = torch.compiler.list_backends(exclude_tags=())
+    if config.backend not in known:
+        raise UsageError(f"compile.backend {config.backend!r} is unknown to torch. {did_you_mean(config.backend, known)}")
+    if config.mode == "model":
+        yield model
+        return
+    regions = model.regions()
+    for name in regions.compile or regions.blocks:
+        yield model.get_submodule(name)
+
+
+def _recomputed(model: nn.Module, config: RecomputeConfig) -> Iterator[nn.Module]:
+    if config.mode not in ("none", "blocks"):
+        raise UsageError(f"recompute.mode {config.mode!r} is unknown. {did_you_mean(config.mode, ('none', 'blocks'))}")
+    if config.every < 1:
+        raise UsageError(f"recompute.every is {config.every}; it must be 1 (every block) or more.")
+    if config.mode == "blocks":
+        for name in model.regions().blocks[:: config.every]:
+            yield model.get_submodule(name)

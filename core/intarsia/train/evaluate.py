@@ -1,0 +1,44 @@
+"""Evaluation: the same held-out batches each time, in sums; nothing of it depends on accumulation or on the number of ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from intarsia.contracts import LossSum
+from intarsia.train.built import Built
+from intarsia.train.step import add_up
+
+
+def evaluate(built: Built) -> dict[str, float]:
+    """Mean loss in nats for each counted token, `bits_per_byte` where the loader knows the bytes, the loss's further sums as means, and the
+    token counts. A collective. Empty where not a single held-out token counts, which is reported."""
+    loader, start = built.evaluation, time.perf_counter()
+    assert loader is not None
+    loader.reset()
+    built.model.eval()
+    results: list[LossSum] = []
+    counted = size_bytes = unknown = 0
+    try:
+        while (batches := loader.next_step()) is not None:
+            for batch in batches:
+                counted += built.loss.count(batch)
+                size_bytes += batch.extra.get("bytes", 0)
+                unknown += "bytes" not in batch.extra
+                results.append(built.engine.evaluate(built.on_device(batch)))
+    finally:
+        built.model.train()
+    sums = add_up(results)
+    names = sorted(sums)
+    counts = torch.tensor([counted, size_bytes, unknown], dtype=torch.float64, device=built.device)
+    values = built.data.all_reduce(torch.cat([torch.stack([sums[name] for name in names]), counts]), what="evaluation").tolist()
+    *totals, counted, size_bytes, unknown = values
+    if not counted:
+        built.warn("Evaluation: no held-out token is trained on, so there is no loss. Look at data.held_out or data.evaluation.")
+        return {}
+    metrics = {name: total / counted for name, total in zip(names, totals, strict=True)}
+    if size_bytes and not unknown:
+        metrics["bits_per_byte"] = metrics["loss"] * counted / math.log(2) / size_bytes
+    return metrics | {"counted_tokens": counted, "seconds_s": time.perf_counter() - start}

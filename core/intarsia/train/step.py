@@ -1,0 +1,138 @@
+"""One optimizer step.
+
+Losses and gradients are sums over tokens; the one division, by the number of counted tokens of the whole step over all ranks, is the `scale` that
+every backward is given. That number is known before the first forward, from one small all-reduce on the host; a second one on the device
+carries the sums out. The device is waited for once in a step: to see that loss and norm are finite before the update is applied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from intarsia.contracts import Batch, LossSum, StepSummary
+from intarsia.errors import DistributedError
+from intarsia.train.built import Built
+from intarsia.train.numerics import explain_not_finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """What ranks tell each other at the end of a step: whether any wants to stop, whether any has failed."""
+
+    stop: bool = False
+    failed: bool = False
+
+
+def agree_on_tokens(built: Built, batches: Sequence[Batch] | None) -> tuple[int, int] | None:
+    """(counted tokens, all tokens) of the step over all ranks; None when the data has ended on every rank.
+
+    Every rank takes part whether it has data or not, so that nobody waits for a rank that has run out. Raises DistributedError when they differ.
+    """
+    mine = batches or ()
+    counted = sum(built.loss.count(batch) for batch in mine)
+    tokens = sum(batch.tokens_BS.numel() for batch in mine)
+    vector = torch.tensor([int(batches is None), len(mine), counted, tokens], dtype=torch.int64)
+    ended, micro_batches, counted, tokens = built.data.all_reduce(vector, what="tokens of the step").tolist()
+    if ended == built.data.size:
+        return None
+    if ended or micro_batches != len(mine) * built.data.size:
+        sides = built.data.gather_json(None if batches is None else len(batches), what="micro-batches of the step")
+        text = ", ".join(
+            f"rank {rank}: {'no data left' if count is None else f'{count} micro-batches'}" for rank, count in enumerate(sides)
+        )
+        raise DistributedError(
+            f"Ranks differ in the data of step {built.run.step}: {text}. The loader must give every rank the same number of micro-batches."
+        )
+    return counted, tokens
+
+
+def train_step(built: Built, flags: Callable[[], Flags]) -> tuple[StepSummary, Flags] | None:
+    """Run step `run.step`; None when the data has ended. `flags` is asked on this rank near the end of the step."""
+    run, train, start = built.run, built.resolved.recipe.train, time.perf_counter()
+    step = run.step
+    batches = built.loader.next_step()
+    agreed = agree_on_tokens(built, batches)
+    if batches is None or agreed is None:
+        return None
+    counted, tokens = agreed
+    built.hooks.before_step(run=run, step=step)
+    scale = 1.0 / counted if counted else 0.0
+    sums = run_micro_batches(built, batches, scale)
+    parameters = built.sharded.parameters()
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    norm = built.table.norm(gradients, built.world, train.clip_norm_type)
+    names, asked = sorted(sums), flags()
+    values = torch.stack([*(sums[name] for name in names), *_scalars(built.device, asked.stop, asked.failed)])
+    built.data.all_reduce(values, what="loss of the step")
+    *totals, stop, failed, norm_value = torch.cat([values, norm.to(values).reshape(1)]).tolist()
+    metrics = {name: total * scale for name, total in zip(names, totals, strict=True)}
+    loss = metrics.pop("loss")
+    if not (math.isfinite(loss) and math.isfinite(norm_value)):
+        raise explain_not_finite(built, batches, scale, loss, norm_value)
+    clip(list(gradients.values()), norm_value, train.clip_norm)
+    if counted == 0:
+        built.warn(f"Step {step}: no token of the global batch is trained on; its gradient is 0.")
+    factor = built.schedule.factor(step, train.steps)
+    update(built, step, factor)
+    rates = built.optimizer.learning_rates()
+    summary = StepSummary(
+        step=step,
+        loss=loss,
+        gradient_norm=norm_value,
+        learning_rate=next(iter(rates.values())) * factor,
+        tokens=tokens,
+        counted_tokens=counted,
+        seconds_s=time.perf_counter() - start,
+        metrics=metrics,
+    )
+    run.step = step + 1
+    built.progress.tokens += tokens
+    return summary, Flags(stop > 0, failed > 0)
+
+
+def _scalars(device: torch.device, *values: float) -> list[Tensor]:
+    return [torch.tensor(float(value), dtype=torch.float64, device=device) for value in values]
+
+
+def run_micro_batches(built: Built, batches: Sequence[Batch], scale: float) -> dict[str, Tensor]:
+    """Forward and backward of all micro-batches; gradients are complete afterwards. Returns this rank's sums by name (`loss` and the loss's
+    further ones) as float64 scalars on the device."""
+    results: list[LossSum] = []
+    for number, batch in enumerate(batches):
+        built.sharded.set_last_micro_batch(number == len(batches) - 1)
+        results.append(built.engine.micro_batch(built.on_device(batch), scale))
+    built.sharded.finish_gradients()
+    return add_up(results)
+
+
+def add_up(results: Sequence[LossSum]) -> dict[str, Tensor]:
+    """The sums over micro-batches, in float64."""
+    sums = {"loss": torch.stack([result.total.double() for result in results]).sum()}
+    for name in results[0].sums:
+        sums[name] = torch.stack([result.sums[name].double() for result in results]).sum()
+    return sums
+
+
+@torch.no_grad()
+def clip(gradients: Sequence[Tensor], norm: float, limit: float | None) -> None:
+    """Scale the gradients down so that their global norm, which is `norm`, is at most `limit`."""
+    if limit is not None and norm > limit and gradients:
+        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+
+
+def update(built: Built, step: int, factor: float) -> None:
+    """Apply the update: optimizer, and what models count during a step."""
+    for state in built.step_states:
+        state.reduce(lambda tensor: built.data.all_reduce(tensor, what="step state"))
+    built.hooks.before_update(run=built.run, step=step)
+    built.optimizer.step(factor)
+    for state in built.step_states:
+        state.commit()
+    built.sharded.after_update()
+    built.sharded.zero_gradients()

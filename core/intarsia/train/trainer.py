@@ -1,0 +1,360 @@
+"""The run loop: from a resolved recipe to a finished, stopped or failed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import intarsia
+from intarsia import device as devices
+from intarsia.checkpoint import compare_facts
+from intarsia.checkpoint.commit import load_manifest
+from intarsia.comm import Communicator, init_world
+from intarsia.config.resolve import Resolved
+from intarsia.contracts import Run, StepSummary
+from intarsia.errors import CheckpointError, IntarsiaError, StoppedWithCheckpoint, UsageError
+from intarsia.mesh import check_mesh, check_supported
+from intarsia.plugins import Plugins, check_same_plugins
+from intarsia.train import resume
+from intarsia.train.build import build
+from intarsia.train.built import Built
+from intarsia.train.display import Display
+from intarsia.train.evaluate import evaluate
+from intarsia.train.events import EventLog
+from intarsia.train.profile import profiled
+from intarsia.train.run_directory import PLUGINS, RECIPE, RESOLVED, RunDirectory, default_directory
+from intarsia.train.signals import StopSignals
+from intarsia.train.step import Flags, train_step
+
+logger = logging.getLogger("intarsia.train")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What `intarsia train` was asked for; `directory` None: a new one under runs/."""
+
+    resolved: Resolved
+    plugins: Plugins
+    directory: Path | None = None
+    resume: bool = False
+    allow_changes: bool = False
+    show: bool = True
+
+
+def train(request: Request) -> Run:
+    """Run it in this process, which is one rank of torchrun's environment or alone. Returns the finished run.
+
+    Raises StoppedWithCheckpoint after an orderly stop, and the IntarsiaError that ended a run otherwise.
+    """
+    recipe = request.resolved.recipe
+    sizes = check_mesh(recipe.mesh, int(os.environ.get("WORLD_SIZE", "1")))
+    check_supported(sizes)
+    device = devices.select(recipe.train.device)
+    set_up_torch(recipe.train.threads, recipe.train.deterministic)
+    world = init_world(device)
+    try:
+        check_same_plugins(world, request.plugins)
+        world.agree(request.resolved.resolved_json()["values"], "the recipe")
+        directory = claim_directory(request, world)
+        try:
+            return Trainer(request, world, device, sizes, directory).run_all()
+        finally:
+            directory.release()
+    finally:
+        world.close()
+
+
+def set_up_torch(threads: int | None, deterministic: bool) -> None:
+    """Process-wide settings of torch."""
+    if threads is not None:
+        if threads < 1:
+            raise UsageError(f"train.threads is {threads}; it must be at least 1, or none for torch's own choice.")
+        torch.set_num_threads(threads)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # What cuBLAS needs to be deterministic.
+        torch.use_deterministic_algorithms(True)
+
+
+def claim_directory(request: Request, world: Communicator) -> RunDirectory:
+    """Rank 0 makes or finds the run directory and locks it; every rank learns where it is, or raises rank 0's error."""
+    chosen: list[Any] = [None, None]
+    directory = RunDirectory(request.directory or default_directory(request.resolved.recipe.name))
+    if world.rank == 0:
+        try:
+            directory.create(request.resume)
+            chosen = [str(directory.path), None]
+        except UsageError as error:
+            chosen = [None, str(error)]
+    path, problem = world.broadcast_json(chosen, what="run directory")
+    if problem:
+        raise UsageError(problem)
+    return directory if world.rank == 0 else RunDirectory(Path(path))
+
+
+class Trainer:
+    """One run in one process."""
+
+    def __init__(self, request: Request, world: Communicator, device: torch.device, sizes: dict[str, int], directory: RunDirectory):
+        self._request, self._directory, self._sizes = request, directory, sizes
+        self._recipe = request.resolved.recipe
+        run = Run(self._recipe, directory.path, world.rank, world.size)
+        self._display = Display(self._recipe.train.steps)
+        events = EventLog(directory.path) if world.rank == 0 else None
+        self._built = Built(run, request.resolved, request.plugins, request.plugins.hooks, world, device, events)
+        self._signals = StopSignals()
+        self._failure: CheckpointError | None = None
+        self._saved_step = self._evaluated_step = -1
+        self._window: list[StepSummary] = []
+        self._peak_flops = devices.peak_flops(device, self._recipe.precision.compute)
+        self._facts: dict[str, Any] = {}
+
+    def run_all(self) -> Run:
+        """Everything between the claimed directory and its release."""
+        built, run = self._built, self._built.run
+        outcome = "failed"
+        if built.events is not None:
+            self._open_events(built.events)
+        try:
+            with self._signals:
+                self._set_up()
+                self._loop()
+                outcome = self._finish()
+        except BaseException as error:
+            self._report_failure(error)
+            raise
+        finally:
+            built.hooks.after_run(run=run, outcome=outcome)
+            self._warn_of_hooks()
+            latest = self._saved_step if self._saved_step >= 0 else None
+            built.event(
+                "run_end", outcome=outcome, step=run.step, reason=run.stop_reason, checkpoint_step=latest, tokens_total=self._tokens()
+            )
+            self._close()
+        if outcome == "stopped":
+            raise StoppedWithCheckpoint(self._stopped_text())
+        return run
+
+    # ------------------------------------------------------------ beginning
+
+    def _open_events(self, events: EventLog) -> None:
+        if self._request.show:
+            events.add_sink("progress", self._display)
+        for config in self._recipe.sinks:
+            sink = self._request.plugins.build(config, self._directory.path)
+            events.add_sink(self._request.plugins.entry_of(config).full_name, sink)
+
+    def _set_up(self) -> None:
+        built, resolved = self._built, self._request.resolved
+        self._facts = self._make_facts()
+        built.event("run_start", **self._start_facts())
+        self._write_files()
+        if self._request.show and built.events is not None:
+            self._display.line(f"run directory {self._directory.path}")
+        built.hooks.before_run(run=built.run)
+        build(built, self._sizes, self._facts)
+        built.manager.on_durable(self._durable)
+        built.manager.on_error(lambda step, error: built.hooks.on_checkpoint_error(run=built.run, step=step, error=error))
+        if self._request.resume:
+            self._resume()
+        built.random.restore(built.run.step)
+        if built.events is not None:
+            self._directory.write(RESOLVED, resolved.resolved_json())
+
+    def _make_facts(self) -> dict[str, Any]:
+        values = {path: entry["value"] for path, entry in self._request.resolved.resolved_json()["values"].items()}
+        plugins = self._request.plugins.facts()
+        world = self._built.world.size
+        return {"recipe": values, "plugins": plugins, "world": world, "mesh": dict(self._sizes)}
+
+    def _start_facts(self) -> dict[str, Any]:
+        built = self._built
+        return {
+            "run": self._recipe.name,
+            "directory": str(self._directory.path),
+            "resume": self._request.resume,
+            "steps": self._recipe.train.steps,
+            "world": built.world.size,
+            "mesh": self._sizes,
+            "device": devices.describe(built.device),
+            "versions": {"intarsia": intarsia.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "plugins": self._request.plugins.fingerprint(),
+        }
+
+    def _write_files(self) -> None:
+        if self._built.events is None:
+            return
+        resolved = self._request.resolved
+        self._directory.write(RECIPE, resolved.recipe_json())
+        self._directory.write(RESOLVED, resolved.resolved_json())
+        self._directory.write(PLUGINS, self._request.plugins.facts())
+
+    def _resume(self) -> None:
+        built, manager = self._built, self._built.manager
+        latest = manager.latest()
+        for skipped in manager.skipped:
+            built.warn(f"Checkpoint {skipped.folder} is not used: {skipped.reason}")
+        if latest is None:
+            built.warn("There is no complete checkpoint to resume from: the run begins at step 0.")
+            return
+        changes = compare_facts(load_manifest(manager.storage, latest.folder).facts, self._facts)
+        for warning in resume.check(changes, self._request.allow_changes, latest.location):
+            built.warn(warning)
+        step = manager.load(latest, built.components)
+        self._saved_step = step
+        if built.random.rederived:
+            built.warn("The random generators were saved on another mesh: their state is derived anew from seed, rank and step.")
+        built.event("resume", step=step, location=latest.location, changes=[dataclasses.asdict(change) for change in changes])
+        built.hooks.after_load(run=built.run, step=step, location=latest.location)
+
+    # ------------------------------------------------------------ the loop
+
+    def _flags(self) -> Flags:
+        self._poll()
+        self._built.run.stop_reason = self._built.run.stop_reason or self._signals.asked()
+        return Flags(self._built.run.stop_reason is not None, self._failure is not None)
+
+    def _poll(self) -> None:
+        try:
+            self._built.manager.poll()
+        except CheckpointError as error:
+            self._failure = self._failure or error
+
+    def _loop(self) -> None:
+        built, run = self._built, self._built.run
+        while run.step < self._recipe.train.steps:
+            try:
+                with profiled(self._recipe.profile, run.step, run.rank, run.directory):
+                    result = train_step(built, self._flags)
+            except Exception as error:
+                built.hooks.on_step_error(run=run, step=run.step, error=error)
+                raise
+            if result is None:
+                built.warn(f"The data ended after step {run.step} of {self._recipe.train.steps}: the run ends here.")
+                return
+            summary, flags = result
+            if flags.failed:
+                self._raise_failure()
+            self._log(summary)
+            built.hooks.after_step(run=run, summary=summary)
+            self._warn_of_hooks()
+            stop = flags.stop or (built.world.size == 1 and run.stop_reason is not None)
+            if not stop and run.step < self._recipe.train.steps:
+                self._periodic()
+            if stop:
+                run.stop_reason = next(reason for reason in built.world.gather_json(run.stop_reason, what="reason to stop") if reason)
+                return
+
+    def _periodic(self) -> None:
+        step, checkpoint, evaluation = self._built.run.step, self._recipe.checkpoint.every, self._recipe.evaluation.every
+        if checkpoint and step % checkpoint == 0:
+            self._save()
+        if evaluation and step % evaluation == 0:
+            self._evaluate()
+
+    def _save(self) -> None:
+        """Save now. What fails here on one rank is raised on all at the next step, or at the end."""
+        built, step = self._built, self._built.run.step
+        if self._saved_step == step:
+            return
+        built.hooks.before_checkpoint(run=built.run, step=step)
+        try:
+            built.manager.save(step, built.components)
+            self._saved_step = step
+        except CheckpointError as error:
+            self._failure = self._failure or error
+
+    def _evaluate(self) -> None:
+        built, step = self._built, self._built.run.step
+        if built.evaluation is None or self._evaluated_step == step:
+            return
+        self._evaluated_step = step
+        metrics = evaluate(built)
+        if metrics:
+            built.event("evaluation", step=step, **metrics)
+            built.hooks.after_evaluation(run=built.run, step=step, metrics=metrics)
+
+    def _log(self, summary: StepSummary) -> None:
+        built = self._built
+        self._window.append(summary)
+        last = built.run.step == self._recipe.train.steps
+        if built.run.step % max(1, self._recipe.train.log_every) and not last:
+            return
+        seconds = sum(each.seconds_s for each in self._window)
+        rate = sum(each.tokens for each in self._window) / max(seconds, 1e-9)
+        self._window = []
+        peak = self._peak_flops and self._peak_flops * built.world.size
+        fields = dataclasses.asdict(summary) | {"step": summary.step + 1}
+        mfu = rate * built.flops_per_token / peak if peak else None
+        built.event(
+            "step", **fields, tokens_total=self._tokens(), tokens_per_s=rate, mfu=mfu, memory_bytes=devices.peak_memory(built.device)
+        )
+
+    def _durable(self, step: int, location: str) -> None:
+        self._built.event("checkpoint", step=step, location=location)
+        self._built.hooks.after_checkpoint(run=self._built.run, step=step, location=location)
+
+    def _warn_of_hooks(self) -> None:
+        for text in self._built.hooks.take_warnings():
+            self._built.warn(text)
+
+    def _tokens(self) -> int:
+        return self._built.progress.tokens if hasattr(self._built, "progress") else 0
+
+    # ------------------------------------------------------------ the end
+
+    def _finish(self) -> str:
+        """Last checkpoint, last evaluation; returns the outcome."""
+        built, stopped = self._built, self._built.run.stop_reason is not None
+        if self._recipe.checkpoint.every != 0:
+            self._save()
+        if not stopped:
+            self._evaluate()
+        if self._failure is not None:
+            built.manager.close(abandon=built.world.size > 1)
+        failures = built.world.gather_json(str(self._failure) if self._failure else None, what="failed checkpoints")
+        if any(failures):
+            self._raise_failure(failures)
+        built.manager.wait()
+        return "stopped" if stopped else "done"
+
+    def _raise_failure(self, failures: list[str | None] | None = None) -> None:
+        failures = failures or self._built.world.gather_json(str(self._failure) if self._failure else None, what="failed checkpoints")
+        if self._failure is not None:
+            raise self._failure
+        rank, text = next((rank, text) for rank, text in enumerate(failures) if text)
+        raise CheckpointError(f"{text} (on rank {rank})")
+
+    def _stopped_text(self) -> str:
+        run = self._built.run
+        how = f"resume it by `intarsia train --resume {self._directory.path}`"
+        if self._recipe.checkpoint.every == 0:
+            how = "no checkpoint was saved, since checkpoint.every is 0"
+        return f"{run.stop_reason}: the run stopped after step {run.step} of {self._recipe.train.steps}; {how}."
+
+    def _report_failure(self, error: BaseException) -> None:
+        built = self._built
+        if isinstance(error, Exception | KeyboardInterrupt):
+            built.event("warning", message=f"The run failed: {type(error).__name__}: {error}", error=type(error).__name__)
+            built.hooks.on_run_error(run=built.run, error=error)
+
+    def _close(self) -> None:
+        built = self._built
+        for part in (built.loader if hasattr(built, "loader") else None, built.evaluation):
+            if part is not None:
+                part.close()
+        if hasattr(built, "manager"):
+            try:
+                built.manager.close(abandon=self._failure is not None)
+            except IntarsiaError as error:
+                logger.error("%s", error)
+        self._display.close()
+        if built.events is not None:
+            built.events.close()
