@@ -1,0 +1,103 @@
+"""`attention` by torch's variable-length flash attention. Shape suffixes as in `intarsia.ops`; N all tokens of a batch in one line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from intarsia.ops import Packing
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+
+def attention(
+    q_BSHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+    documents_q_BS: Tensor | None = None,
+    documents_k_BT: Tensor | None = None,
+    positions_q_BS: Tensor | None = None,
+    positions_k_BT: Tensor | None = None,
+    packing: Packing | None = None,
+) -> Tensor:
+    """As `intarsia.ops.attention`, for whole rows. Documents come from `packing` as cumulative lengths; without documents each row is one."""
+    rows, tokens = q_BSHD.shape[:2]
+    if documents_k_BT is None or packing is None:
+        starts = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=q_BSHD.device)
+    else:
+        starts = packing.prepared["varlen"]
+    named = _settings(window, q_BSHD.shape[2] != k_BTKD.shape[2], scale)
+    q_NHD, k_NKD, v_NKD = q_BSHD.flatten(0, 1), k_BTKD.flatten(0, 1), v_BTKD.flatten(0, 1)
+    return varlen_attn(q_NHD, k_NKD, v_NKD, starts, starts, tokens, tokens, **named).unflatten(0, (rows, tokens))
+
+
+def supports(
+    q_BSHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+    documents_k_BT: Tensor | None = None,
+    positions_q_BS: Tensor | None = None,
+    positions_k_BT: Tensor | None = None,
+    packing: Packing | None = None,
+    **_: Any,
+) -> str | None:
+    """Why a call cannot be taken."""
+    if softcap is not None or sinks_H is not None:
+        return "it has no softcap and no sinks"
+    if positions_q_BS is not None or positions_k_BT is not None or q_BSHD.shape[1] != k_BTKD.shape[1]:
+        return "it serves whole rows, with as many keys as queries"
+    if v_BTKD.shape[-1] != q_BSHD.shape[-1]:
+        return "values have another head dim than keys"
+    if documents_k_BT is not None and (packing is None or "varlen" not in packing.prepared):
+        return "documents are given but not their lengths"
+    if window is not None and "window_size" not in _parameters():
+        return "this torch's varlen_attn has no windows"
+    if "scale" not in _parameters() and scale != q_BSHD.shape[-1] ** -0.5:
+        return "this torch's varlen_attn has no scale of one's own"
+    return None
+
+
+def prepare(packing: Packing, windows: Sequence[int | None], documents_BS: Tensor) -> None:
+    """Where each document starts, int32, padded with empty documents to a power of two, so that a compiled region meets few lengths."""
+    starts = [0, *itertools.accumulate(itertools.chain.from_iterable(packing.lengths))]
+    size = 1 << (len(starts) - 1).bit_length()
+    starts += [starts[-1]] * (size - len(starts))
+    packing.prepared["varlen"] = torch.tensor(starts, dtype=torch.int32).to(documents_BS.device, non_blocking=True)
+
+
+attention.supports = supports  # type: ignore[attr-defined]
+attention.prepare = prepare  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _parameters() -> frozenset[str]:
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _settings(window: int | None, grouped: bool, scale: float) -> dict[str, Any]:
+    """The arguments by which this torch's varlen_attn says causal, window, groups and scale."""
+    known = _parameters()
+    settings: dict[str, Any] = {}
+    if "window_size" in known:
+        settings["window_size"] = (-1 if window is None else window - 1, 0)
+    elif "is_causal" in known:
+        settings["is_causal"] = True
+    if "scale" in known:
+        settings["scale"] = scale
+    if "enable_gqa" in known:
+        settings["enable_gqa"] = grouped
+    return settings

@@ -1,0 +1,1 @@
+"""Norms in Triton."""
