@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -95,19 +97,19 @@ class StdlibSource:
         if config.limit is not None and config.limit < 1:
             raise UsageError(f"stdlib: limit={config.limit} leaves no file; it must be at least 1, or none.")
         self.folder = Path(sysconfig.get_paths()["stdlib"])
-        names = sorted(path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*.py"))
-        self.names = [name for name in names if self._taken(name)][: config.limit]
+        self.names = sorted(self._find())[: config.limit]
         if not self.names:
             raise UsageError(
                 f"stdlib: {self.folder} holds no .py files (this Python may keep its library compiled or in an archive). "
                 "Use another source, such as data.mixture.0.source=text, or a Python with its library's source."
             )
 
-    def _taken(self, name: str) -> bool:
-        """Whether a file is part of the data set: the same on every machine with this version of Python."""
-        *folders, file = name.split("/")
-        machine_specific = file.startswith("_sysconfigdata") or any(folder.startswith("config-") for folder in folders)
-        return not machine_specific and self._LEFT_OUT.isdisjoint(folders)
+    def _find(self) -> Iterator[str]:
+        """Names below the folder: the same on every machine with this version of Python."""
+        for folder, folders, files in os.walk(self.folder):
+            folders[:] = [name for name in folders if name not in self._LEFT_OUT and not name.startswith("config-")]
+            here = Path(folder).relative_to(self.folder)
+            yield from ((here / name).as_posix() for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
 
     def __len__(self) -> int:
         return len(self.names)

@@ -21,6 +21,7 @@ class HFDatasetsSource:
         self._config = config
         self._what = f"hf_datasets: {config.path}" + (f" ({config.name})" if config.name else "")
         self._data = self._load()
+        self._content = self._data._fingerprint
         names = list(self._data.column_names)
         if config.column not in names:
             raise UsageError(
@@ -59,6 +60,6 @@ class HFDatasetsSource:
         return to_document(self._data[index], self._config.column, f"{self._what}, row {index}", self._config.trained)
 
     def fingerprint(self) -> str:
-        """Over the library's own fingerprint of the table, which follows its content and every operation on it, and the columns."""
-        facts = (self._config.column, self._config.trained, len(self), self._data._fingerprint)
+        """Over the library's own fingerprint of the table, which follows the files it was made from, and the columns."""
+        facts = (self._config.column, self._config.trained, len(self), self._content)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
