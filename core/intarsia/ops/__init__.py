@@ -11,7 +11,7 @@ N tokens of any arrangement, d rotated pairs of a head.
 
 from __future__ import annotations
 
-from intarsia.ops.attention import Packing
+from intarsia.ops.attention_reference import Packing
 from intarsia.ops.operator import (
     Call,
     Choice,

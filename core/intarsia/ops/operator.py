@@ -12,8 +12,8 @@ import torch
 
 from intarsia.errors import UsageError, did_you_mean
 from intarsia.ops import references
-from intarsia.ops.attention import attention as attention_reference
-from intarsia.ops.cross_entropy import cross_entropy as cross_entropy_reference
+from intarsia.ops.attention_reference import attention as _attention
+from intarsia.ops.cross_entropy_reference import cross_entropy as _cross_entropy
 
 log = logging.getLogger("intarsia.ops")
 
@@ -98,8 +98,8 @@ rms_norm = Operator("rms_norm", references.rms_norm, "norm", invariant=True)
 rope = Operator("rope", references.rope, "pointwise", invariant=True)
 swiglu = Operator("swiglu", references.swiglu, "pointwise", invariant=True)
 embedding = Operator("embedding", references.embedding, "other", invariant=True)
-attention = Operator("attention", attention_reference, "other", invariant=False)
-cross_entropy = Operator("cross_entropy", cross_entropy_reference, "other", invariant=False)
+attention = Operator("attention", _attention, "other", invariant=False)
+cross_entropy = Operator("cross_entropy", _cross_entropy, "other", invariant=False)
 
 _OPERATORS = {op.name: op for op in (rms_norm, rope, swiglu, embedding, attention, cross_entropy)}
 

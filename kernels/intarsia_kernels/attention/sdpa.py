@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from intarsia.ops import Packing
-from intarsia.ops.attention import visible
+from intarsia.ops.attention_reference import visible
 from torch import Tensor
 
 DOCUMENTS_PER_ROW = 8

@@ -99,13 +99,13 @@ def rms_norm_backward(dy_ND: Tensor, x_ND: Tensor, weight_D: Tensor | None, rstd
     return dx_ND, dw_PD
 
 
-def _setup(context: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x_ND, weight_D, _ = inputs
-    context.save_for_backward(x_ND, weight_D, output[1])
+    ctx.save_for_backward(x_ND, weight_D, output[1])
 
 
-def _gradients(context: Any, dy_ND: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    x_ND, weight_D, rstd_N = context.saved_tensors
+def _gradients(ctx: Any, dy_ND: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    x_ND, weight_D, rstd_N = ctx.saved_tensors
     dx_ND, dw_PD = rms_norm_backward(dy_ND.contiguous(), x_ND, weight_D, rstd_N)
     return dx_ND, None if weight_D is None else dw_PD.sum(0).to(weight_D.dtype), None
 
