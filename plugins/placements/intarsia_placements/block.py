@@ -71,10 +71,10 @@ class _Tiles:
         return bisect_left(range(self.grid.numel + 1), border, key=self.elements)
 
     def nearest(self, border: int) -> int:
-        """The tile border nearest to element `border`, in elements; the lower of two equally near ones."""
+        """The tile border nearest to element `border`, in elements; the higher of two equally near ones."""
         above = self.count_before(border)
         high, low = self.elements(above), self.elements(max(above - 1, 0))
-        return low if border - low <= high - border else high
+        return low if border - low < high - border else high
 
 
 def build(config: Block) -> BlockPlacement:

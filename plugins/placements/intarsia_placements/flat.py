@@ -56,7 +56,7 @@ def _snap(member: Member, border: int) -> int:
     row = member.tile[0] * math.prod(member.shape[1:])
     low = border // row * row
     high = min(low + row, member.numel)
-    return low if border - low <= high - border else high
+    return low if border - low < high - border else high
 
 
 def build(config: Flat) -> FlatPlacement:
