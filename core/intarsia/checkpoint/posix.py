@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import uuid
@@ -112,7 +113,7 @@ class PosixStorage:
         """Bytes in the file `name`."""
         path = self._path(name)
         if not path.is_file():
-            raise FileNotFoundError(2, "no such file", name)
+            raise FileNotFoundError(errno.ENOENT, "no such file", name)
         return path.stat().st_size
 
     def list(self, prefix: str = "") -> list[str]:
@@ -128,13 +129,18 @@ class PosixStorage:
         """One rename; the parents are synced."""
         old, new = self._path(source), self._path(destination)
         if not old.is_dir():
-            raise FileNotFoundError(2, "no such folder", source)
-        if new.is_file() or self.list(destination):
-            raise FileExistsError(17, "the destination has files", destination)
+            raise FileNotFoundError(errno.ENOENT, "no such folder", source)
         self._make_folder(new.parent)
-        if new.is_dir():
-            shutil.rmtree(new)
-        os.rename(old, new)
+        for folder, _, _ in os.walk(new, topdown=False):
+            # Empty folders are no files. rmdir refuses others, so that of two publishers at once only one can win.
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        try:
+            os.rename(old, new)
+        except OSError as error:
+            if new.exists():
+                raise FileExistsError(errno.EEXIST, "the destination has files", destination) from error
+            raise
         if self.fsync:
             sync_folder(new.parent)
             sync_folder(old.parent)
