@@ -25,8 +25,8 @@ def launch(arguments: Sequence[str], processes: int) -> int:
 
     Rank 0 has the terminal; what another rank wrote is shown only where it was the first to fail. SIGTERM and SIGINT are passed on once to each.
     """
-    with tempfile.TemporaryDirectory(prefix="intarsia-") as folder:
-        logs = [open(Path(folder) / f"rank-{rank}", "w+b") for rank in range(1, processes)]  # noqa: SIM115: closed below
+    with tempfile.TemporaryDirectory(prefix="intarsia-") as folder, contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(open(Path(folder) / f"rank-{rank}", "w+b")) for rank in range(1, processes)]
         ranks = [_start(arguments, rank, processes, folder, None if rank == 0 else logs[rank - 1]) for rank in range(processes)]
         try:
             with _passing_on(ranks):
@@ -39,8 +39,6 @@ def launch(arguments: Sequence[str], processes: int) -> int:
                 if each.poll() is None:
                     each.kill()
                 each.wait()
-            for log in logs:
-                log.close()
 
 
 def _start(arguments: Sequence[str], rank: int, processes: int, folder: str, log: IO[bytes] | None) -> subprocess.Popen[bytes]:

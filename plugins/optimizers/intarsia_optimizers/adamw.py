@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from intarsia.comm import Communicator
 from intarsia.contracts import OptimizerGroup
 from intarsia.errors import UsageError
-from intarsia.parameters import ParameterTable
 from torch import Tensor, nn
 
 from intarsia_optimizers.config import AdamWConfig
 from intarsia_optimizers.settings import adamw_slots, apply_adamw, check_choice, check_range, group_settings, has_fused
+
+if TYPE_CHECKING:
+    from intarsia.comm import Communicator
+    from intarsia.parameters import ParameterTable
 
 BOUNDS = {"lr": (0.0, math.inf), "weight_decay": (0.0, math.inf), "eps": (0.0, math.inf), "betas": (0.0, 1.0)}
 

@@ -13,16 +13,19 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from intarsia.comm import Communicator
 from intarsia.contracts import Box, OptimizerGroup
 from intarsia.errors import UsageError
-from intarsia.parameters import ParameterTable
 from torch import Tensor, nn
 
 from intarsia_optimizers.config import MuonConfig
 from intarsia_optimizers.settings import adamw_slots, apply_adamw, check_choice, check_range, group_settings, has_fused
+
+if TYPE_CHECKING:
+    from intarsia.comm import Communicator
+    from intarsia.parameters import ParameterTable
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the published quintic: slope at zero as large as possible, singular values end between about 0.5 and 1.5."""

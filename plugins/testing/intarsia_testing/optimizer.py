@@ -1,0 +1,272 @@
+"""Conformance of optimizers. Subclass, name your entry, run pytest; a failure says which promise is broken, in words.
+
+    class TestMine(OptimizerConformance):
+        entry = "my-distribution:mine"
+
+The promises are those of `intarsia.contracts.Optimizer`, plus the two fields that every optimizer's config has: `lr` and a decoupled
+`weight_decay`. The parameters are an embedding, matrices, a vector and one without elements; the loss is a fixed quadratic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar, NoReturn
+
+import chz
+import pytest
+import torch
+from intarsia.comm import SelfCommunicator
+from intarsia.config import OptimizerConfig
+from intarsia.contracts import Optimizer, OptimizerGroup
+from intarsia.errors import UsageError
+from intarsia.layout import Layout
+from intarsia.plugins import current
+from torch import Tensor, nn
+
+SHAPES = {
+    "embedding.weight": (11, 6),
+    "layers.0.wide.weight": (4, 6),
+    "layers.0.tall.weight": (6, 4),
+    "layers.1.wide.weight": (4, 6),
+    "layers.0.norm.weight": (6,),
+    "layers.0.empty.bias": (0,),
+}
+
+
+def broken(promise: str, sentence: str) -> NoReturn:
+    """Fail the test: which promise is broken, and by what."""
+    pytest.fail(f"promise `{promise}` is broken: {sentence}", pytrace=False)
+
+
+def random_tensor(name: str, salt: int) -> Tensor:
+    """A tensor that is a function of the parameter's name and a number."""
+    seed = int.from_bytes(name.encode(), "little") % 2**31 + salt
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed))
+
+
+class Bench:
+    """Fresh parameters of SHAPES under one optimizer, and a quadratic whose gradients are functions of the parameters."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        names: Sequence[str] = tuple(SHAPES),
+        groups: Sequence[tuple[str, Sequence[str], Mapping[str, Any]]] = (),
+    ):
+        self.parameters = {name: nn.Parameter(random_tensor(name, 0)) for name in names}
+        table = {
+            name: SimpleNamespace(
+                name=name, shape=SHAPES[name], dtype="float32", trainable=True, layout=Layout.whole(SHAPES[name], "float32")
+            )
+            for name in SHAPES
+        }
+        made = [OptimizerGroup(name, {member: self.parameters[member] for member in members}, options) for name, members, options in groups]
+        made = made or [OptimizerGroup("default", dict(self.parameters))]
+        plugins = current()
+        self.optimizer: Optimizer = plugins.target(plugins.entry_of(config))(config, made, table, SelfCommunicator())
+
+    def loss(self) -> float:
+        """Half the squared distance to the goals."""
+        return sum(float(((parameter.detach() - random_tensor(name, 1)) ** 2).sum()) / 2 for name, parameter in self.parameters.items())
+
+    def step(self, factor: float = 1.0, without: Sequence[str] = (), zero: bool = False) -> None:
+        """One update by the quadratic's gradient; parameters in `without` have none."""
+        for name, parameter in self.parameters.items():
+            gradient = (parameter - random_tensor(name, 1)).detach() * (0.0 if zero else 1.0)
+            parameter.grad = None if name in without else gradient
+        self.optimizer.step(factor)
+
+    def values(self) -> dict[str, Tensor]:
+        """Copies of the parameters."""
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def take(self, other: Bench) -> None:
+        """Continue where `other` is: parameters and slots copied by name, as a checkpoint does it."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(other.parameters[name])
+                for slot, tensor in self.optimizer.slots()[name].items():
+                    tensor.copy_(other.optimizer.slots()[name][slot])
+
+
+class OptimizerConformance:
+    """Every promise of `intarsia.contracts.Optimizer`, one test each. Set `entry` to "owner:name" (or a short name that is not ambiguous), and
+    `settings` to fields of the config that the tests should use."""
+
+    entry: ClassVar[str] = ""
+    settings: ClassVar[Mapping[str, Any]] = {}
+
+    def config(self, **fields: Any) -> OptimizerConfig:
+        """The entry's config: its defaults, `settings`, then `fields`."""
+        if not self.entry:
+            raise UsageError(f"{type(self).__name__}: set `entry` to the optimizer's name.")
+        plugins = current()
+        made = plugins.config_class(plugins.registry("optimizer").find(self.entry))
+        assert issubclass(made, OptimizerConfig)
+        return made(**{**self.settings, **fields})
+
+    def quiet(self, **fields: Any) -> OptimizerConfig:
+        """The config with every weight decay that it has at 0."""
+        known = chz.chz_fields(type(self.config()))
+        return self.config(**{name: 0.0 for name in known if name.endswith("weight_decay")}, **fields)
+
+    def test_minimises(self) -> None:
+        """The loss falls on a quadratic."""
+        bench = Bench(self.quiet())
+        before = bench.loss()
+        for _ in range(50):
+            bench.step()
+        after = bench.loss()
+        if not (math.isfinite(after) and after < before):
+            broken("minimises", f"after 50 steps on a quadratic the loss went from {before:g} to {after:g}.")
+
+    def test_deterministic(self) -> None:
+        """Equal inputs give equal bits."""
+        first, second = Bench(self.config()), Bench(self.config())
+        for bench in (first, second):
+            for _ in range(4):
+                bench.step()
+        self._expect_equal("deterministic", first.values(), second.values(), "two runs from the same start differ")
+
+    def test_resume_is_exact(self) -> None:
+        """A fresh optimizer that is given parameters and slots goes on bit for bit."""
+        unbroken, saved, resumed = (Bench(self.config()) for _ in range(3))
+        for _ in range(3):
+            unbroken.step()
+            saved.step()
+        resumed.take(saved)
+        for _ in range(3):
+            unbroken.step()
+            resumed.step()
+        text = "a fresh optimizer given the slots of another goes on differently: there is state that slots() does not list"
+        self._expect_equal("resume is exact", unbroken.values(), resumed.values(), text)
+
+    def test_state_by_name(self) -> None:
+        """State belongs to names: another order of parameters, or other groups, changes nothing."""
+        saved, unbroken = Bench(self.config()), Bench(self.config())
+        names = tuple(reversed(list(SHAPES)))
+        reordered = Bench(self.config(), names, [("late", names[:2], {}), ("early", names[2:], {})])
+        for _ in range(3):
+            saved.step()
+            unbroken.step()
+        reordered.take(saved)
+        unbroken.step()
+        reordered.step()
+        text = "after the order of the parameters changed, state went to another parameter: key it by name, never by position"
+        self._expect_equal("state by name", unbroken.values(), reordered.values(), text)
+
+    def test_slots_exist_before_the_first_step(self) -> None:
+        """slots() lists every parameter's tensors before any step, and they are the ones that steps change."""
+        bench = Bench(self.config())
+        slots = bench.optimizer.slots()
+        if set(slots) != set(SHAPES):
+            broken("slots are created eagerly", f"slots() lists {sorted(slots)}, the parameters are {sorted(SHAPES)}.")
+        before = {name: {slot: (tensor, tensor.clone()) for slot, tensor in held.items()} for name, held in slots.items()}
+        bench.step()
+        for name, held in bench.optimizer.slots().items():
+            if held.keys() != before[name].keys():
+                broken("slots are created eagerly", f"{name} has slots {sorted(held)} after a step and had {sorted(before[name])} before.")
+            for slot, tensor in held.items():
+                if tensor.untyped_storage().data_ptr() != before[name][slot][0].untyped_storage().data_ptr():
+                    broken(
+                        "slots are live",
+                        f"{name}: step() replaced the tensor of slot {slot!r}, so a checkpoint loaded into it before is lost.",
+                    )
+        if before and all(torch.equal(t, bench.optimizer.slots()[n][s]) for n, h in before.items() for s, (_, t) in h.items() if t.numel()):
+            broken("slots are live", "a step changed no slot although the optimizer lists some.")
+
+    def test_slots_match_elements(self) -> None:
+        """A slot has its parameter's elements, or is a scalar: otherwise no layout says which part of it a rank holds."""
+        for name, held in Bench(self.config()).optimizer.slots().items():
+            for slot, tensor in held.items():
+                if tensor.ndim and tensor.numel() != math.prod(SHAPES[name]):
+                    broken("slots match elements", f"{name} has {math.prod(SHAPES[name])} elements and its slot {slot!r} {tensor.numel()}.")
+
+    def test_factor_scales_the_learning_rate(self) -> None:
+        """step(factor) moves by factor times as much; step(0) not at all."""
+        still, half, full = (Bench(self.quiet()) for _ in range(3))
+        start = still.values()
+        still.step(0.0)
+        half.step(0.5)
+        full.step(1.0)
+        for name, value in start.items():
+            if not torch.equal(still.values()[name], value):
+                broken("factor scales the learning rate", f"step(0) changed {name}.")
+            moved, expected = half.values()[name] - value, (full.values()[name] - value) / 2
+            if not torch.allclose(moved, expected, rtol=1e-3, atol=1e-6):
+                broken("factor scales the learning rate", f"step(0.5) does not move {name} by half of what step(1) does.")
+
+    def test_parameters_without_gradient_are_left_alone(self) -> None:
+        """Parameters whose grad is None keep value and state."""
+        bench, without = Bench(self.config()), ["layers.0.wide.weight", "layers.0.norm.weight"]
+        bench.step()
+        values = bench.values()
+        slots = {name: {slot: tensor.clone() for slot, tensor in bench.optimizer.slots()[name].items()} for name in without}
+        bench.step(without=without)
+        for name in without:
+            if not torch.equal(bench.parameters[name].detach(), values[name]):
+                broken("no gradient, no change", f"{name} had grad None and was changed.")
+            if any(not torch.equal(tensor, slots[name][slot]) for slot, tensor in bench.optimizer.slots()[name].items()):
+                broken("no gradient, no change", f"{name} had grad None and its slots were changed.")
+
+    def test_only_given_parameters_change(self) -> None:
+        """A frozen parameter is in no group, and stays."""
+        names = tuple(name for name in SHAPES if "norm" not in name)
+        bench = Bench(self.config(), tuple(SHAPES), [("default", names, {})])
+        frozen = bench.values()["layers.0.norm.weight"]
+        bench.step()
+        if not torch.equal(bench.parameters["layers.0.norm.weight"].detach(), frozen):
+            broken("frozen stays frozen", "a parameter that is in no group was changed.")
+
+    def test_weight_decay_is_decoupled(self) -> None:
+        """weight_decay adds -lr x weight_decay x parameter to the update and nothing else."""
+        decay = 0.25
+        plain, decayed = Bench(self.quiet()), Bench(self.config(**{**self._zero_decays(), "weight_decay": decay}))
+        start, lr = plain.values(), self.config().lr
+        plain.step()
+        decayed.step()
+        seen = False
+        for name, value in start.items():
+            extra = decayed.values()[name] - plain.values()[name]
+            expected = -lr * decay * value
+            if torch.allclose(extra, expected, rtol=1e-3, atol=1e-6):
+                seen |= value.numel() > 0
+            elif bool(extra.abs().max() > 1e-7):
+                broken(
+                    "weight decay is decoupled",
+                    f"{name}: it moved by {extra.flatten()[0]:g} more, not by -lr x weight_decay x parameter = {expected.flatten()[0]:g}.",
+                )
+        if not seen:
+            broken("weight decay is decoupled", "weight_decay had no effect on any parameter.")
+
+    def _zero_decays(self) -> dict[str, float]:
+        return {name: 0.0 for name in chz.chz_fields(type(self.config())) if name.endswith("weight_decay")}
+
+    def test_groups_override_fields(self) -> None:
+        """A group's options replace the config's fields; an unknown one is a UsageError that names the group."""
+        names = tuple(SHAPES)
+        matrices = tuple(name for name in names if "wide" in name or "tall" in name)
+        rest = tuple(name for name in names if name not in matrices)
+        bench = Bench(self.quiet(), names, [("slow", matrices, {"lr": 0.0}), ("default", rest, {})])
+        start = bench.values()
+        bench.step()
+        for name in matrices:
+            if not torch.equal(bench.parameters[name].detach(), start[name]):
+                broken("groups override fields", f"group `slow` has lr 0 and {name} moved.")
+        if bench.optimizer.learning_rates().get("slow") != 0.0:
+            broken("groups override fields", f"learning_rates() is {dict(bench.optimizer.learning_rates())}; group `slow` has lr 0.")
+        try:
+            Bench(self.config(), names, [("odd", names, {"no_such_field": 1.0})])
+        except UsageError as error:
+            if "odd" not in str(error):
+                broken("groups override fields", f"the error for an unknown option does not name the group: {error}")
+        else:
+            broken("groups override fields", "an unknown option of a group was accepted.")
+
+    def _expect_equal(self, promise: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor], sentence: str) -> None:
+        for name, value in first.items():
+            if not torch.equal(value, second[name]):
+                difference = float((value - second[name]).abs().max())
+                broken(promise, f"{sentence} ({name} by up to {difference:g}).")
