@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import intarsia
-from intarsia import plugins
 from intarsia.contracts import Entry
 from intarsia.discovery import CORE
 from intarsia.errors import IntarsiaError, PluginError, UsageError
+from intarsia.plugins import current, use  # not `plugins`: intarsia.cli.plugins becomes an attribute of this package
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -89,7 +89,7 @@ def _dispatch(argv: list[str]) -> int:
         return 0 if rest else UsageError.exit_code
     if rest[0].startswith("-"):
         raise UsageError(f"unknown option {rest[0]!r} before the command. `intarsia --help` lists the options.")
-    entry = plugins.current().registry("command").find(rest[0])
+    entry = current().registry("command").find(rest[0])
     command = load_command(entry)
     parser = Parser(prog=f"intarsia {rest[0]}", description=entry.doc, allow_abbrev=False)
     try:
@@ -134,12 +134,12 @@ def _leading_options(argv: list[str]) -> list[str] | None:
         variable = f"INTARSIA_PLUGINS_{option[2:].upper()}"
         earlier = [os.environ[variable]] if os.environ.get(variable) and option == "--disable" else []
         os.environ[variable] = ",".join([*earlier, *names])
-        plugins.use(None)
+        use(None)
     return rest
 
 
 def _command_list() -> str:
-    registry = plugins.current().registry("command")
+    registry = current().registry("command")
     short = set(registry.names())
     rows = [(e.name if e.name in short else e.full_name, e.doc, "" if e.owner == CORE else f" [{e.owner}]") for e in registry.entries()]
     width = max(len(name) for name, _, _ in rows)
@@ -148,7 +148,7 @@ def _command_list() -> str:
 
 def load_command(entry: Entry) -> Command:
     """The command of an entry, imported now. PluginError when it can't be, or is none."""
-    found: Any = plugins.current().target(entry)
+    found: Any = current().target(entry)
     command = found() if isinstance(found, type) else found
     if not isinstance(command, Command):
         raise PluginError(

@@ -15,6 +15,7 @@ from typing import Any
 
 import intarsia
 from intarsia import plugins
+from intarsia.cli import load_command
 from intarsia.contracts import Entry, KernelEntry
 from intarsia.discovery import Failure, import_reference, normalise
 from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
@@ -118,18 +119,11 @@ def settings_of(loaded: plugins.Plugins, entry: Entry) -> list[dict[str, Any]]:
     found = []
     for name, field in chz.chz_fields(loaded.config_class(entry)).items():
         kind = field.final_type
-        required = "default" not in repr_of_defaults(field)
-        found.append({"name": name, "type": getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)})
-        found[-1] |= {"required": required, **repr_of_defaults(field), "doc": field._doc}
+        shown = kind.__name__ if type(kind) is type else str(kind)
+        default = field._default if field._default_factory is chz.util.MISSING else field._default_factory()
+        required = default is chz.util.MISSING
+        found.append({"name": name, "type": shown, "required": required, "default": None if required else repr(default), "doc": field._doc})
     return found
-
-
-def repr_of_defaults(field: Any) -> dict[str, str]:
-    """`{"default": repr}` of a chz field that has one."""
-    for value in (field._default, field._default_factory):
-        if type(value).__name__ != "MISSING_TYPE":
-            return {"default": repr(value() if value is field._default_factory else value)}
-    return {}
 
 
 def plugin_facts(record: Record) -> dict[str, Any]:
@@ -182,7 +176,7 @@ def show_text(facts: dict[str, Any]) -> str:
         hidden = ("full_name", "kind", "name", "doc", "owner", "settings")
         lines += [f"  {key}: {value}" for key, value in entry.items() if key not in hidden and value not in (None, "", (), {})]
         for setting in entry["settings"]:
-            default = f" = {setting['default']}" if "default" in setting else " (required)"
+            default = " (required)" if setting["required"] else f" = {setting['default']}"
             lines.append(f"  {setting['name']}: {setting['type']}{default}  {setting['doc']}".rstrip())
     return "\n".join([*lines, *(f"failed: {f['plugin']} {f['version']}, {f['hook']}: {f['cause']}" for f in facts["failures"])])
 
@@ -195,7 +189,6 @@ def doctor(loaded: plugins.Plugins) -> dict[str, Any]:
     problems = [{"plugin": f.plugin, "where": f.hook, "problem": f.cause} for f in loaded.failures]
     notes = [{"plugin": "", "note": notice} for notice in loaded.notices]
     notes += [{"plugin": candidate.id, "note": "not loaded: disabled or not allowed"} for candidate in loaded.skipped]
-    loading = {"torch": sys.modules.get("torch") is not None}
     for record in loaded.records:
         plugin = record.candidate.id
         if record.heavy:
@@ -218,14 +211,13 @@ def doctor(loaded: plugins.Plugins) -> dict[str, Any]:
         **api,
         "plugins": len(loaded.records),
         "entries": checked,
-        "heavy_at_load": loading["torch"],
         "problems": problems,
         "notes": notes,
     }
 
 
 def _examine(loaded: plugins.Plugins, entry: Entry, problems: list[dict[str, Any]], notes: list[dict[str, Any]]) -> None:
-    steps: list[tuple[str, Any]] = [("target", lambda: loaded.target(entry))]
+    steps: list[tuple[str, Any]] = [("target", lambda: load_command(entry) if entry.kind == "command" else loaded.target(entry))]
     if isinstance(entry, KernelEntry) and entry.needs:
         missing = set(entry.needs) - import_reference("intarsia.device:capabilities")()
         if missing:
@@ -240,7 +232,7 @@ def _examine(loaded: plugins.Plugins, entry: Entry, problems: list[dict[str, Any
     for field, step in steps:
         try:
             found = step()
-            if field == "target" and not callable(found) and entry.kind != "command":
+            if field == "target" and entry.kind != "command" and not callable(found):
                 raise PluginError(f"{entry.kind} {entry.full_name!r}: {entry.target} is a {type(found).__name__} and can't be called")
         except IntarsiaError as error:
             problems.append({"plugin": entry.plugin, "where": f"{entry.kind} {entry.name}, {field}", "problem": str(error)})
