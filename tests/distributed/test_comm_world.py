@@ -1,0 +1,192 @@
+"""The communicator in real gloo worlds: true sizes, every dtype, statistics, agreement, and divergence as an error in bounded time."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from _spawn import spawn
+from intarsia.comm import Communicator, FakeCommunicator, SelfCommunicator, init_world
+from intarsia.config import MeshConfig
+from intarsia.errors import DistributedError, UsageError
+from intarsia.mesh import Mesh, check_mesh
+
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")
+MOVED_ONLY = ("float8_e4m3fn", "bool")
+
+
+def collectives(world: Communicator) -> list[str]:
+    """Every collective against its meaning, for uneven and empty sizes; the names of what is wrong."""
+    wrong = []
+    me, size = world.rank, world.size
+
+    def expect(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
+        if got.dtype != wanted.dtype or not torch.equal(got, wanted):
+            wrong.append(f"{name}: {got} instead of {wanted}")
+
+    for dtype_name in (*DTYPES, *MOVED_ONLY):
+        dtype = getattr(torch, dtype_name)
+        for counts in ([3] * size, [(rank * 5 + 1) % 4 for rank in range(size)], [0] * (size - 1) + [2], [0] * size):
+            parts = [
+                torch.arange(count).add(rank).remainder(2 if dtype_name == "bool" else 100).to(dtype) for rank, count in enumerate(counts)
+            ]
+            expect(f"gather {dtype_name} {counts}", world.gather_v(parts[me], counts, "test gather"), torch.cat(parts))
+            matrix = [[(source + 2 * target) % 3 for target in range(size)] for source in range(size)]
+            sends = [torch.full((matrix[me][target],), me + target).to(dtype) for target in range(size)]
+            received = world.exchange(sends, [matrix[source][me] for source in range(size)], "test exchange")
+            for source, got in enumerate(received):
+                expect(f"exchange {dtype_name}", got, torch.full((matrix[source][me],), source + me).to(dtype))
+            if dtype_name in MOVED_ONLY:
+                continue
+            whole = [torch.arange(sum(counts)).add(rank).to(dtype) for rank in range(size)]
+            for op, combine in (("sum", torch.sum), ("max", torch.amax), ("min", torch.amin)):
+                combined = combine(torch.stack([each.double() for each in whole]), dim=0).to(dtype)
+                got = world.reduce_scatter_v(whole[me].clone(), counts, op, "test reduce")
+                expect(f"reduce {op} {dtype_name} {counts}", got, combined.split(counts)[me])
+                expect(f"all_reduce {op} {dtype_name}", world.all_reduce(whole[me].clone(), op, "test all_reduce"), combined)
+        tensor = torch.full((2, 2), me + 1).to(dtype)
+        expect(f"broadcast {dtype_name}", world.broadcast(tensor, size - 1, "test broadcast"), torch.full((2, 2), size).to(dtype))
+    expect("not contiguous", world.all_reduce(torch.ones(3, 2).t(), "sum"), torch.full((2, 3), float(size)))
+    if world.gather_json({"rank": me, "text": "ä" * me}) != [{"rank": rank, "text": "ä" * rank} for rank in range(size)]:
+        wrong.append("gather_json")
+    if world.broadcast_json({"from": me}, root=size - 1) != {"from": size - 1}:
+        wrong.append("broadcast_json")
+    world.agree({"plan": [1, 2, {"a": None}]}, "the plan")
+    world.barrier()
+    return wrong
+
+
+def mesh_groups(world: Communicator, replicate: int, shard: int) -> list[object]:
+    mesh = Mesh(check_mesh(MeshConfig(dp_replicate=replicate, dp_shard=shard), world.size), world)
+    groups = [mesh.comm(), mesh.comm("dp_shard"), mesh.comm("dp_replicate"), mesh.comm("dp_shard", "dp_replicate"), mesh.comm("tp")]
+    return [group.gather_json(world.rank) for group in groups] + [mesh.data_rank, mesh.data_ranks]
+
+
+def everything(world: Communicator) -> dict[str, object]:
+    result: dict[str, object] = {"wrong": collectives(world)}
+    stats = {name: (each.calls, each.bytes) for name, each in world.stats().items()}
+    result["stats"] = stats["test broadcast"]
+    result["seconds"] = world.stats()["test gather"].seconds
+    value = {"layers": 2, "buckets": [{"name": "root", "sizes": [1, 2]}, {"name": "layers.0", "sizes": [3, 3 if world.rank else 4]}]}
+    try:
+        world.agree(value, "the bucket plan")
+    except DistributedError as error:
+        result["disagree"] = str(error)
+    if world.size == 4:
+        result["mesh"] = mesh_groups(world, 2, 2)
+    return result
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_mean_the_same_on_gloo(ranks: int) -> None:
+    results = spawn(everything, ranks)
+    for rank, result in enumerate(results):
+        assert result["wrong"] == []
+        calls, received = result["stats"]
+        itemsizes = [getattr(torch, name).itemsize for name in (*DTYPES, *MOVED_ONLY)]
+        assert calls == len(itemsizes) and received == (0 if rank == ranks - 1 else 4 * sum(itemsizes))
+        assert 0 < result["seconds"] < 60
+        message = result["disagree"]
+        assert "the bucket plan" in message and "buckets.1.sizes.1" in message
+        assert "rank 0: 4" in message and (f"ranks {', '.join(map(str, range(1, ranks)))}: 3" in message or "rank 1: 3" in message)
+    if ranks == 4:
+        meshes = [result["mesh"] for result in results]
+        assert [each[0] for each in meshes] == [[0], [1], [2], [3]]
+        assert [each[1] for each in meshes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+        assert [each[2] for each in meshes] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+        assert all(each[3] == [0, 1, 2, 3] for each in meshes) and [each[5] for each in meshes] == [0, 1, 2, 3]
+
+
+def diverge(world: Communicator, kind: str) -> None:
+    world.all_reduce(torch.zeros(1), "sum", "before")
+    if kind == "order" and world.rank == 1:
+        world.gather_v(torch.zeros(2), [2, 2], "unshard layers.1")
+    elif kind == "sizes" and world.rank == 1:
+        world.all_reduce(torch.zeros(3), "sum", "gradient norm")
+    elif kind == "exchange":
+        world.exchange([torch.zeros(1), torch.zeros(1)], [1, 1 if world.rank else 2], "dispatch tokens")
+    elif kind != "absent" or world.rank == 0:
+        world.all_reduce(torch.zeros(2), "sum", "gradient norm")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("order", ["different call", "rank 0 calls all_reduce 'gradient norm'", "rank 1 calls gather_v 'unshard layers.1'"]),
+        ("sizes", ["different sizes", "sizes [2]", "sizes [3]"]),
+        ("exchange", ["rank 1 sends what rank 0 does not expect", "dispatch tokens"]),
+    ],
+)
+def test_diverged_ranks_are_told_both_sides(kind: str, words: list[str]) -> None:
+    results = spawn(diverge, 2, kind, errors=True, environment={"INTARSIA_CHECK_COLLECTIVES": "1"})
+    for result in results:
+        assert result["error"] == "DistributedError" and result["seconds"] < 20
+        for word in words:
+            assert word.lower() in result["message"].lower()
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_an_absent_rank_ends_the_wait_and_is_named(check: str) -> None:
+    results = spawn(diverge, 2, "absent", errors=True, world_timeout_s=3, environment={"INTARSIA_CHECK_COLLECTIVES": check})
+    assert results[0]["error"] == "DistributedError" and results[0]["seconds"] < 15
+    message = results[0]["message"]
+    assert "gradient norm" in message and "rank 1" in message
+    assert ("rank 1 is at collective 1" if check == "1" else "rank 1 said nothing") in message
+
+
+def test_self_and_fake() -> None:
+    assert collectives(SelfCommunicator()) == []
+    fake = FakeCommunicator(1, 3)
+    assert fake.gather_v(torch.ones(2), [1, 2, 4], "x").tolist() == [0, 1, 1, 0, 0, 0, 0]
+    assert fake.reduce_scatter_v(torch.arange(7.0), [1, 2, 4], "sum", "y").tolist() == [1, 2]
+    assert [part.numel() for part in fake.exchange([torch.ones(1)] * 3, [2, 0, 5], "z")] == [2, 0, 5]
+    assert fake.stats()["x"].bytes == 5 * 4 and fake.stats()["y"].bytes == 5 * 4 and fake.stats()["z"].bytes == 7 * 4
+    assert fake.split([[0], [1, 2]], "part").size == 2
+    assert fake.gather_v(torch.ones(2, device="meta"), [1, 2, 4]).shape == (7,)
+    assert fake.gather_json(1) == [1, 1, 1]
+
+
+def test_wrong_sizes_never_reach_a_backend() -> None:
+    world = SelfCommunicator()
+    for call in (
+        lambda: world.gather_v(torch.ones(2), [3], "a"),
+        lambda: world.gather_v(torch.ones(2, 2), [4], "a"),
+        lambda: world.gather_v(torch.ones(4)[::2], [2], "a"),
+        lambda: world.reduce_scatter_v(torch.ones(2), [1, 1], "sum", "a"),
+        lambda: world.exchange([], [], "a"),
+    ):
+        with pytest.raises(DistributedError, match="'a'"):
+            call()
+    with pytest.raises(UsageError, match="sum, max, min"):
+        world.all_reduce(torch.ones(1), "mean")
+
+
+def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "INTARSIA_RENDEZVOUS"):
+        monkeypatch.delenv(name, raising=False)
+    assert isinstance(init_world("cpu"), SelfCommunicator)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="torchrun"):
+        init_world("cpu")
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(UsageError, match="RANK is 2, but WORLD_SIZE is 2"):
+        init_world("cpu")
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(UsageError, match="whole number"):
+        init_world("cpu")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="MASTER_ADDR"):
+        init_world("cpu")
+    monkeypatch.setenv("INTARSIA_RENDEZVOUS", f"file://{tmp_path}/store")
+    with pytest.raises(DistributedError, match="did not meet"):
+        init_world("cpu", timeout_s=1)
+
+
+def test_json_stays_json() -> None:
+    assert SelfCommunicator().gather_json({"a": [1, 2.5, None, "é"]}) == [{"a": [1, 2.5, None, "é"]}]
+    with pytest.raises(TypeError):
+        SelfCommunicator().gather_json(object())
+    assert json.loads(json.dumps(math.pi)) == math.pi
