@@ -1,0 +1,153 @@
+"""CPU and CUDA behind one facade: which device, what it can do, streams and pinned memory, peak memory and peak speed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import os
+import random
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from intarsia.errors import UsageError
+
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "B200": {"bfloat16": 2.25e15, "float16": 2.25e15, "float8_e4m3fn": 4.5e15, "float32": 1.1e15},
+    "GB200": {"bfloat16": 2.5e15, "float16": 2.5e15, "float8_e4m3fn": 5.0e15, "float32": 1.25e15},
+    "H200": {"bfloat16": 9.89e14, "float16": 9.89e14, "float8_e4m3fn": 1.979e15, "float32": 4.95e14},
+    "H100 PCIe": {"bfloat16": 7.56e14, "float16": 7.56e14, "float8_e4m3fn": 1.513e15, "float32": 3.78e14},
+    "H100 NVL": {"bfloat16": 8.35e14, "float16": 8.35e14, "float8_e4m3fn": 1.671e15, "float32": 4.18e14},
+    "H100": {"bfloat16": 9.89e14, "float16": 9.89e14, "float8_e4m3fn": 1.979e15, "float32": 4.95e14},
+    "H20": {"bfloat16": 1.48e14, "float16": 1.48e14, "float8_e4m3fn": 2.96e14, "float32": 7.4e13},
+    "A100": {"bfloat16": 3.12e14, "float16": 3.12e14, "float32": 1.56e14},
+    "L40S": {"bfloat16": 3.62e14, "float16": 3.62e14, "float8_e4m3fn": 7.33e14, "float32": 1.83e14},
+    "A10": {"bfloat16": 1.25e14, "float16": 1.25e14, "float32": 6.25e13},
+    "V100": {"float16": 1.25e14, "float32": 1.57e13},
+}
+"""Dense peak FLOP/s of matrix products by a part of the device's name (the longest that fits) and dtype, from the vendor's data sheets; float32 is TF32
+where the device has it."""
+
+
+def select(name: str = "auto") -> torch.device:
+    """This process's device for `train.device`: auto (CUDA where there is one), cpu, or cuda; the GPU is the one that LOCAL_RANK numbers."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"train.device is {name!r}; it must be auto, cpu or cuda.")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "train.device is cuda, but torch sees no CUDA device here. Use train.device=cpu, or install a CUDA build of torch."
+        )
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise UsageError(
+            f"LOCAL_RANK is {local}, but this machine shows {count} CUDA device{'s' * (count > 1)}. Start one process for each."
+        )
+    return torch.device("cuda", local)
+
+
+@functools.cache
+def capabilities() -> frozenset[str]:
+    """What kernels may need of this machine, probed: `cpu`, `cuda`, `sm80` ... (every compute capability up to the device's), `bf16`, `fp8`, `triton`,
+    `flex_backward` (flex attention with gradients), `varlen` (variable-length attention), `compile` (a C++ compiler or Triton for Inductor)."""
+    found = {"cpu", "bf16"}
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        found |= {"cuda", f"sm{major}{minor}"} | {
+            f"sm{level}" for level in (70, 75, 80, 86, 89, 90, 100, 120) if level <= 10 * major + minor
+        }
+        found -= set() if torch.cuda.is_bf16_supported() else {"bf16"}
+        found |= {"fp8"} if major * 10 + minor >= 89 else set()
+        found |= {"triton", "flex_backward"} if importlib.util.find_spec("triton") else set()
+        found |= {"varlen"} if importlib.util.find_spec("torch.nn.attention.varlen") and major >= 8 else set()
+    return frozenset(found)
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """The device's peak FLOP/s for matrix products in `dtype`; None where it is not known (a CPU, say): then there is no MFU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    fitting = sorted((key for key in PEAK_FLOPS if key in name), key=len)
+    return PEAK_FLOPS[fitting[-1]].get(dtype) if fitting else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has used: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stream:
+    """A queue of device work beside the current one; on a CPU work is done at once and everything here is a no-op.
+
+    stream = Stream(device)
+    with stream:                 # behind everything that the current stream has been given
+        host.copy_(tensor, non_blocking=True)
+    stream.join()                # the current stream waits for it (not the host); `synchronize()` makes the host wait
+    """
+
+    def __init__(self, device: torch.device, high_priority: bool = False) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0) if device.type == "cuda" else None
+        self._context: Any = contextlib.nullcontext()
+
+    def __enter__(self) -> Stream:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._context = torch.cuda.stream(self._stream)
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    def join(self) -> None:
+        """Let the current stream wait for this one."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def done(self) -> bool:
+        """Whether all its work is finished."""
+        return self._stream is None or self._stream.query()
+
+    def synchronize(self) -> None:
+        """Let the host wait for this stream."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty host tensor of the same shape and dtype, in pinned memory where `tensor` is on a GPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def seed_everything(seed: int, *stream: object) -> None:
+    """Seed the global generators of Python, NumPy (if imported), torch and the devices by a hash of `seed` and `stream` (rank, step ...)."""
+    text = "/".join(map(str, (seed, *stream)))
+    value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+    random.seed(value)
+    torch.manual_seed(value)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(value % 2**32)
+
+
+def set_deterministic(on: bool) -> None:
+    """Ask torch for deterministic algorithms; an operator without one raises. Before the first use of the GPU."""
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.deterministic = on
+    torch.backends.cudnn.benchmark = False
