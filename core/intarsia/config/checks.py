@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from intarsia.config import shapes
 from intarsia.config.recipe import DataConfig, Recipe
 from intarsia.errors import IntarsiaError, did_you_mean
 from intarsia.plugins import Plugins
@@ -117,9 +118,16 @@ def _optimizer(recipe: Recipe) -> Iterator[str]:
             yield f"`{path}.name` is {group.name!r}, as is `parameter_groups.{names.index(group.name)}.name`: names must differ."
         if not group.match:
             yield f"`{path}.match` is empty: give at least one glob on parameter names."
-        for option in group.options:
+        for option, value in group.options.items():
             if option not in fields:
                 yield f"`{path}.options.{option}`: {type(recipe.optimizer).__name__} has no field {option!r}. {did_you_mean(option, fields)}"
+                continue
+            shape = shapes.shape_of(fields[option].x_type, option)
+            try:
+                assert isinstance(shape, shapes.Leaf), "is no plain value and cannot differ between groups"
+                shapes.check(value, shape)
+            except (AssertionError, ValueError) as error:
+                yield f"`{path}.options.{option}`: {error}."
 
 
 def _names(recipe: Recipe) -> Iterator[str]:

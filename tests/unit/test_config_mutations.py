@@ -1,0 +1,138 @@
+"""Each key of each recipe, misspelt, misplaced, in the wrong case, doubled or by an old name: an error, or a changed recipe; never silence."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import config_fakes as fakes
+from intarsia import plugins as all_plugins
+from intarsia.config import load_saved, resolve
+from intarsia.config.paths import folded, join, split
+from intarsia.errors import IntarsiaError, UsageError, nearest
+
+PLUGINS = fakes.loaded()
+EXTRA = ["extensions.my_section.options.q=1", "sinks=board", "data.mixture.1.source=files", "data.mixture.1.source.paths=a"]
+
+
+def mutations(path):
+    """(what, path) for each way to get one key wrong."""
+    *above, last = split(path)
+    parent = ".".join(above)
+    yield "typo", join(parent, last[:-1] + ("x" if last[-1] != "x" else "y"))
+    yield "typo", join(parent, last + "s")
+    yield "typo", join(parent, last[1:] or "zz")
+    yield "typo above", ".".join([*above[:-1], above[-1] + "x", last]) if above else "x" + last
+    yield "wrong case", ".".join([*above, last.upper()]) if last.upper() != last else join(parent, last + "X")
+    yield (
+        "wrong case above",
+        ".".join([segment.upper() for segment in above] + [last]) if parent.upper() != parent else parent.lower() + "X." + last,
+    )
+    yield "wrong section", join("train" if above[:1] != ["train"] else "mesh", last)
+    yield "wrong section", f"{last}.{path}"
+    if above:
+        yield "wrong section", last
+    yield "old name", join(parent, "old_" + last)
+
+
+def other(value):
+    """A value of the same type that is not the same."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, str):
+        return value + "x"
+    return 7 if value is None else value
+
+
+def same(left, right):
+    return {path: repr(entry.value) for path, entry in left.values.items()} == {
+        path: repr(entry.value) for path, entry in right.values.items()
+    }
+
+
+def recipes():
+    """(plugins, recipe, overrides, paths to mutate): the fake one, and of every installed recipe what no earlier one has."""
+    yield PLUGINS, "fake/small", EXTRA, list(representatives(resolve("fake/small", EXTRA, plugins=PLUGINS)).values())
+    installed, seen = all_plugins.load(), set()
+    for entry in installed.registry("recipe").entries():
+        try:
+            installed.target(entry)
+        except IntarsiaError:
+            continue  # a broken distribution: reported by `intarsia plugins doctor`, tested there
+        new = {key: path for key, path in representatives(resolve(entry.full_name, plugins=installed)).items() if key not in seen}
+        seen |= set(new)
+        if new:
+            yield installed, entry.full_name, [], list(new.values())
+
+
+def representatives(resolved):
+    """One path for each of those that differ in indices only."""
+    return {folded(path): path for path in resolved.values}
+
+
+RECIPES = list(recipes())
+IDS = [name for _, name, _, _ in RECIPES]
+
+
+@pytest.mark.parametrize(("plugins", "name", "extra", "paths"), RECIPES, ids=IDS)
+def test_every_mutated_key_on_the_command_line(plugins, name, extra, paths):
+    base = resolve(name, extra, plugins=plugins)
+    silent, unhelpful, tried = [], [], 0
+    for path in paths:
+        for what, mutated in mutations(path):
+            if mutated in base.values:
+                continue
+            tried += 1
+            try:
+                found = resolve(name, [*extra, f"{mutated}={other(base.values[path].value)}"], plugins=plugins)
+            except IntarsiaError as error:
+                if what == "typo" and isinstance(error, UsageError) and "[" not in path:
+                    last = split(path)[-1]
+                    if len(last) > 4 and nearest(split(mutated)[-1], [last]) and last not in str(error):
+                        unhelpful.append((mutated, str(error)))
+                continue
+            if same(found, base):
+                silent.append((what, mutated))
+    assert tried > len(paths)
+    assert not silent
+    assert not unhelpful
+
+
+@pytest.mark.parametrize(("plugins", "name", "extra", "paths"), RECIPES, ids=IDS)
+def test_every_doubled_key(plugins, name, extra, paths, tmp_path):
+    base = resolve(name, extra, plugins=plugins)
+    text = json.dumps(base.recipe_json())
+    for path in paths:
+        with pytest.raises(UsageError, match="different values"):
+            resolve(name, [f"{path}=1", f"{path}=2"], plugins=plugins)
+        key = json.dumps(path) + ": "
+        assert text.count(key) == 1
+        (tmp_path / "recipe.json").write_text(text.replace(key, f"{key}1, {key}"))
+        with pytest.raises(UsageError, match="more than once"):
+            load_saved(tmp_path, plugins=plugins)
+
+
+@pytest.mark.parametrize(("plugins", "name", "extra", "paths"), RECIPES, ids=IDS)
+def test_every_mutated_key_in_a_file(plugins, name, extra, paths, tmp_path):
+    base = resolve(name, extra, plugins=plugins)
+    saved = base.recipe_json()
+    silent = []
+    for path in paths:
+        for what, mutated in mutations(path):
+            if mutated in saved["values"]:
+                continue
+            values = {mutated if key == path else key: value for key, value in saved["values"].items()}
+            (tmp_path / "recipe.json").write_text(json.dumps({**saved, "values": values}))
+            try:
+                found = load_saved(tmp_path, plugins=plugins)
+            except IntarsiaError:
+                continue
+            if same(found, base):
+                silent.append((what, mutated))
+    assert not silent
