@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.util
 import os
-import random
+import platform
 import resource
 import sys
 from typing import Any
@@ -54,7 +53,7 @@ def select(name: str = "auto") -> torch.device:
 @functools.cache
 def capabilities() -> frozenset[str]:
     """What kernels may need of this machine, probed: `cpu`, `cuda`, `sm80` ... (every compute capability up to the device's), `bf16`, `fp8`, `triton`,
-    `flex_backward` (flex attention with gradients), `varlen` (variable-length attention), `compile` (a C++ compiler or Triton for Inductor)."""
+    `flex_backward` (flex attention with gradients), `varlen` (variable-length attention)."""
     found = {"cpu", "bf16"}
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
@@ -77,8 +76,15 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     return PEAK_FLOPS[fitting[-1]].get(dtype) if fitting else None
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has used: allocated on the GPU, or resident on a CPU."""
+def describe(device: torch.device) -> str:
+    """The device as a person would name it: the GPU's name, or the CPU's architecture and thread count."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory in bytes that this process has used: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -132,22 +138,3 @@ class Stream:
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     """An empty host tensor of the same shape and dtype, in pinned memory where `tensor` is on a GPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-
-
-def seed_everything(seed: int, *stream: object) -> None:
-    """Seed the global generators of Python, NumPy (if imported), torch and the devices by a hash of `seed` and `stream` (rank, step ...)."""
-    text = "/".join(map(str, (seed, *stream)))
-    value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-    random.seed(value)
-    torch.manual_seed(value)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(value % 2**32)
-
-
-def set_deterministic(on: bool) -> None:
-    """Ask torch for deterministic algorithms; an operator without one raises. Before the first use of the GPU."""
-    if on:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(on)
-    torch.backends.cudnn.deterministic = on
-    torch.backends.cudnn.benchmark = False
