@@ -56,7 +56,7 @@ class KernelEntry(Entry):
     `intarsia.device.capabilities()` names them ("cpu", "cuda", "sm90", "triton", ...), all of which must be present;
     `dtypes` the dtypes of the operator's first tensor it accepts (empty: all). `numerics` says how it compares with the reference: `bitwise` equal,
     `reproducible` (equal to itself, run to run), or `tolerance` with `bounds` (relative error against float64, for each
-    output and gradient by name, `"*"` for all). `invariant` promises that a row's result does not depend on the batch
+    output and gradient by name, `"*"` for all; `"NAME@DTYPE"` for one dtype). `invariant` promises that a row's result does not depend on the batch
     around it; `in_compile` that it may sit inside a compiled region. Under `auto` the highest `priority` that
     fits is chosen; the reference has priority 0.
     """
