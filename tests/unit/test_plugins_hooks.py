@@ -217,6 +217,19 @@ def test_a_hook_that_reseeds_changes_nothing_and_is_reported():
     assert loaded.hooks.take_warnings() == [], "reported once"
 
 
+def test_numpys_cached_second_normal_is_state_too():
+    numpy = pytest.importorskip("numpy")
+    numpy.random.seed(3)
+    numpy.random.standard_normal()
+    expected = numpy.random.standard_normal()
+    numpy.random.seed(3)
+    numpy.random.standard_normal()
+    loaded = load(a={"before_step": lambda: numpy.random.standard_normal()})  # takes the cached one: nothing else moves
+    loaded.hooks.before_step(FakeRun(), 0)  # type: ignore[arg-type]
+    assert numpy.random.standard_normal() == expected
+    assert loaded.hooks.moved_generators == [("acme-a/main", "before_step", "numpy.random")]
+
+
 def test_trace_lines(tmp_path, monkeypatch, capsys):
     class Odd:
         def __repr__(self):

@@ -317,6 +317,20 @@ def test_a_rejected_plugin_leaves_nothing_behind(site):
         loaded.hooks.call("before_gadget", size=1)
 
 
+def test_names_and_config_classes_belong_to_one_entry_across_plugins(site):
+    offer_one = "@hookimpl\ndef offer_losses(): return [Entry(name='{}', target='a:b', config='{}', doc='d')]"
+    site.add("acme-pair", offer_one.format("same", "x:A"), entry_points={"one": "acme_pair", "two": "acme_pair_two"})
+    (site.path / "acme_pair_two.py").write_text(HEADER + offer_one.format("same", "x:B"))
+    site.add("acme-thief", offer_one.format("other", "x:A"))
+    loaded = site.load()
+    causes = {failure.plugin: failure.cause for failure in loaded.failures}
+    assert causes == {
+        "acme-pair/two": "acme-pair:same is taken by acme-pair/one (same) already; each entry needs its own",
+        "acme-thief/thief": "config 'x:A' is taken by acme-pair/one (same) already; each entry needs its own",
+    }
+    assert loaded.registry("loss").find("same").plugin == "acme-pair/one"
+
+
 def test_a_kind_added_by_a_plugin_is_like_cores_own(site):
     (site.path / "acme_gadgets_specs.py").write_text(
         HEADER
