@@ -103,8 +103,8 @@ def choose_kernels(built: Built, recipe: Recipe) -> None:
 def build_parameters(built: Built) -> Any:
     """Stage parameters: the table, and the sharder that takes the parameters over and fills them."""
     recipe = built.resolved.recipe
-    built.table = ParameterTable.from_model(built.model, recipe.precision.master)
     precision = recipe.precision
+    built.table = ParameterTable.from_model(built.model, precision.master, precision.compute, precision.reduce, recipe.train.seed)
     config = recipe.sharder
     if built.world.size == 1 and precision.master == precision.compute == precision.reduce:
         config = WholeConfig()
