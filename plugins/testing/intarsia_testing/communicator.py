@@ -1,0 +1,89 @@
+"""Several ranks in one process: each is a thread. For tests of what ranks do together where no backend is the subject."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from intarsia.comm import Communicator, ReduceOp
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+class ThreadWorld:
+    """Where the ranks of one group meet."""
+
+    def __init__(self, size: int, timeout_s: float = 30.0):
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=timeout_s)
+        self.slots: list[Any] = [None] * size
+
+    def swap(self, rank: int, value: Any) -> list[Any]:
+        """Every rank's value, when all have come."""
+        self.slots[rank] = value
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+
+class ThreadCommunicator(Communicator):
+    """One rank of a ThreadWorld. Numbers are combined in rank order."""
+
+    def __init__(self, world: ThreadWorld, rank: int, name: str = "threads"):
+        super().__init__(name, rank, world.size)
+        self.world = world
+
+    def split(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
+        mine = next(list(group) for group in groups if self.rank in group)
+        worlds = self.world.swap(self.rank, ThreadWorld(len(mine)))
+        return ThreadCommunicator(worlds[mine[0]], mine.index(self.rank), name)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        stacked = torch.stack(self.world.swap(self.rank, tensor.clone()))
+        tensor.copy_({"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}[op](0))
+
+    def _gather(self, local: Tensor, counts: list[int]) -> Tensor:
+        return torch.cat(self.world.swap(self.rank, local.clone()))
+
+    def _reduce_scatter(self, full: Tensor, counts: list[int], op: ReduceOp) -> Tensor:
+        whole = full.clone()
+        self._all_reduce(whole, op)
+        return whole.split(counts)[self.rank]
+
+    def _exchange(self, sends: list[Tensor], receive_counts: list[int]) -> list[Tensor]:
+        return [sent[self.rank] for sent in self.world.swap(self.rank, [tensor.clone() for tensor in sends])]
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        tensor.copy_(self.world.swap(self.rank, tensor.clone())[root])
+
+
+def run_ranks(size: int, work: Callable[[Communicator], Result], timeout_s: float = 60.0) -> list[Result]:
+    """`work(communicator)` on each of `size` ranks at once; results in rank order. The first error that is not a peer's absence is raised."""
+    world = ThreadWorld(size, timeout_s)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadCommunicator(world, rank))
+        except BaseException as error:
+            errors.append(error)
+            with contextlib.suppress(Exception):
+                world.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True, name=f"rank-{rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError) and not isinstance(error.__cause__, threading.BrokenBarrierError):
+            raise error
+    if errors or any(thread.is_alive() for thread in threads):
+        raise errors[0] if errors else TimeoutError(f"ranks did not end within {timeout_s} s")
+    return results
