@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from intarsia.checkpoint import CheckpointManager
-from intarsia.comm import Communicator
-from intarsia.config.resolve import Resolved
-from intarsia.contracts import Batch, Engine, Loss, Optimizer, Run, Schedule, ShardedModel, Stateful, StepState
-from intarsia.data.loader import Loader
-from intarsia.hooks import Hooks
-from intarsia.mesh import Mesh
-from intarsia.parameters import ParameterTable
-from intarsia.plugins import Plugins
-from intarsia.train.events import EventLog
-from intarsia.train.state import Progress, RandomState
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from intarsia.checkpoint import CheckpointManager
+    from intarsia.comm import Communicator
+    from intarsia.config import Resolved
+    from intarsia.contracts import Batch, Engine, Loss, Optimizer, Run, Schedule, ShardedModel, Stateful, StepState
+    from intarsia.data import Loader
+    from intarsia.hooks import Hooks
+    from intarsia.mesh import Mesh
+    from intarsia.parameters import ParameterTable
+    from intarsia.plugins import Plugins
+    from intarsia.train.events import EventLog
+    from intarsia.train.state import Progress, RandomState
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Mesh axes whose ranks see different rows."""

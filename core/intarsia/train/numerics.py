@@ -56,7 +56,7 @@ def _message(built: Built, first: dict[str, Any] | None, loss: float, norm: floa
         )
     if first is not None and first.get("parameters"):
         parts.append(f"Its own parameters are not finite: {', '.join(first['parameters'])}.")
-    latest = built.manager.latest()
+    latest = built.manager.latest(verify=False)
     kept = f"the last good checkpoint is {latest.location}" if latest else "there is no checkpoint yet"
     parts.append(f"The step was not applied; {kept}. Lower the learning rate, lengthen warm-up, or look at the samples named.")
     return " ".join(parts)

@@ -6,13 +6,15 @@ import dataclasses
 import random
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from intarsia.contracts import Optimizer, Run, ShardedModel, StateItem
-from intarsia.parameters import ParameterTable
+
+if TYPE_CHECKING:
+    from intarsia.parameters import ParameterTable
 
 
 def _layout(table: ParameterTable, name: str, tensor: torch.Tensor) -> Any:
