@@ -1,0 +1,172 @@
+"""Calls with which kernels are checked and timed: for every operator awkward sizes (1, 15, 63, 300; head dim 100) and everything its signature can say.
+
+Tensors are made in float64 and cast, so that every dtype sees the same numbers. Shape suffixes as in `intarsia.ops`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from intarsia.ops import Packing
+from torch import Tensor
+
+SIZES = (1, 15, 63, 300)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call. `tensors` are the floating arguments, which get gradients; `fixed` the others. `batched` names the arguments whose dim 0 is the batch:
+    an invariant kernel gives a row of the batch the same bits alone."""
+
+    label: str
+    tensors: Mapping[str, Tensor]
+    fixed: Mapping[str, Any]
+    batched: tuple[str, ...] = ()
+
+    def arguments(self, dtype: torch.dtype, device: str, rounded_to: torch.dtype | None = None) -> dict[str, Any]:
+        """Arguments by name, floating ones in `dtype` as leaves that ask for gradients; `rounded_to` first, so that a reference in float64 starts from
+        the very numbers that a kernel in another dtype was given."""
+        made: dict[str, Any] = {
+            name: tensor.to(rounded_to or dtype).to(device, dtype).detach().requires_grad_() for name, tensor in self.tensors.items()
+        }
+        for name, value in self.fixed.items():
+            value = Packing(value) if name == "packing" else value
+            made[name] = value.to(device) if isinstance(value, Tensor) else value
+        return made
+
+    def row(self, b: int) -> Case | None:
+        """The same call with row `b` alone; None where rows cannot be taken apart."""
+        if not self.batched:
+            return None
+        cut = {name: t[b : b + 1] if name in self.batched else t for name, t in self.tensors.items()}
+        fixed = {name: v[b : b + 1] if name in self.batched or name == "packing" else v for name, v in self.fixed.items()}
+        return Case(f"{self.label}, row {b} alone", cut, fixed, self.batched)
+
+
+def cases(op: str) -> list[Case]:
+    """The cases of an operator; empty for one that the kit does not know."""
+    torch_state = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=torch_state, dtype=torch.float64)
+
+    made = _CASES.get(op)
+    return [] if made is None else list(made(normal))
+
+
+Normal = Callable[..., Tensor]
+
+
+def _rms_norm(normal: Normal) -> Iterator[Case]:
+    for rows, dim in ((1, 1), (15, 63), (63, 300), (3, 100), (0, 15)):
+        yield Case(f"{rows} rows of {dim}", {"x_ND": normal(rows, dim), "weight_D": normal(dim)}, {"eps": 1e-5}, ("x_ND",))
+    yield Case("no weight", {"x_ND": normal(4, 15, 63)}, {"weight_D": None, "eps": 1e-6}, ("x_ND",))
+    yield Case("large numbers", {"x_ND": 1e3 * normal(5, 300), "weight_D": normal(300)}, {"eps": 1e-5}, ("x_ND",))
+
+
+def _rope(normal: Normal) -> Iterator[Case]:
+    for tokens, dim, rotated, interleaved in ((1, 2, 1, False), (15, 100, 50, False), (63, 100, 50, True), (15, 100, 20, False), (15, 64, 16, True)):
+        angles = normal(2, tokens, rotated)
+        label = f"{tokens} tokens, head dim {dim}, {rotated} pairs, {'interleaved' if interleaved else 'half-split'}"
+        fixed = {"cos_BSd": angles.cos().float(), "sin_BSd": angles.sin().float(), "interleaved": interleaved}
+        yield Case(label, {"x_BSHD": normal(2, tokens, 3, dim)}, fixed, ("x_BSHD", "cos_BSd", "sin_BSd"))
+
+
+def _swiglu(normal: Normal) -> Iterator[Case]:
+    for rows, dim in ((1, 1), (15, 63), (63, 300)):
+        yield Case(f"{rows} rows of {dim}", {"gate_NF": normal(rows, dim), "up_NF": normal(rows, dim)}, {}, ("gate_NF", "up_NF"))
+
+
+def _embedding(normal: Normal) -> Iterator[Case]:
+    for vocab, dim in ((1, 1), (15, 63), (300, 100)):
+        ids = torch.arange(2 * 63).reshape(2, 63) * 7 % vocab
+        yield Case(f"{vocab} rows of {dim}", {"weight_VD": normal(vocab, dim)}, {"ids_BS": ids}, ("ids_BS",))
+
+
+def _cross_entropy(normal: Normal) -> Iterator[Case]:
+    for tokens, dim, vocab, softcap in ((1, 15, 63, None), (63, 100, 300, None), (300, 63, 15, 5.0), (0, 15, 63, None)):
+        labels = torch.arange(tokens) * 11 % vocab
+        labels[::4] = -100
+        tensors = {"hidden_ND": normal(tokens, dim), "weight_VD": normal(vocab, dim) / dim**0.5}
+        yield Case(f"{tokens} tokens of {dim}, vocabulary {vocab}, softcap {softcap}", tensors, {"labels_N": labels, "softcap": softcap, "chunk": 64})
+    nothing = {"labels_N": torch.full((15,), -100)}
+    yield Case("every label ignored", {"hidden_ND": normal(15, 63), "weight_VD": normal(63, 63)}, nothing)
+
+
+PACKED = ((3, 1, 40, 19), (63,), (62, 1))
+"""Documents of three rows of 63 tokens."""
+
+
+def _attention(normal: Normal) -> Iterator[Case]:
+    batched = ("q_BSHD", "k_BTKD", "v_BTKD", "documents_q_BS", "documents_k_BT", "positions_q_BS", "positions_k_BT")
+
+    def qkv(rows: int, queries: int, keys: int, heads: int, kv_heads: int, dim: int) -> dict[str, Tensor]:
+        return {"q_BSHD": normal(rows, queries, heads, dim), "k_BTKD": normal(rows, keys, kv_heads, dim), "v_BTKD": normal(rows, keys, kv_heads, dim)}
+
+    for tokens, heads, kv_heads, dim in ((1, 1, 1, 16), (15, 4, 2, 100), (63, 6, 2, 64), (300, 3, 3, 16)):
+        yield Case(f"causal, {tokens} tokens, {heads}/{kv_heads} heads of {dim}", qkv(2, tokens, tokens, heads, kv_heads, dim), {"scale": dim**-0.5}, batched)
+    yield Case("window 7", qkv(2, 63, 63, 4, 2, 32), {"scale": 0.2, "window": 7}, batched)
+    documents = torch.stack([torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(row)]) for row in PACKED])
+    packed = {"scale": 0.2, "documents_q_BS": documents, "documents_k_BT": documents}
+    yield Case("packed", qkv(3, 63, 63, 4, 2, 32), packed, batched)
+    yield Case("packed, lengths known", qkv(3, 63, 63, 4, 2, 32), {**packed, "packing": PACKED}, batched)
+    yield Case("packed, window 7, lengths known", qkv(3, 63, 63, 4, 2, 32), {**packed, "window": 7, "packing": PACKED}, batched)
+    many = tuple((1,) * 60 + (3,) for _ in range(2))
+    crowd = torch.tensor([[*range(60), 60, 60, 60]] * 2, dtype=torch.int32)
+    yield Case("63 tokens in 61 documents", qkv(2, 63, 63, 4, 2, 32), {"scale": 0.2, "documents_q_BS": crowd, "documents_k_BT": crowd, "packing": many}, batched)
+    yield Case("softcap 2", qkv(2, 63, 63, 4, 2, 32), {"scale": 0.5, "softcap": 2.0}, batched)
+    yield Case("sinks", {**qkv(2, 63, 63, 4, 2, 32), "sinks_H": normal(4)}, {"scale": 0.2}, batched)
+    yield Case("sinks, softcap, window, packed", {**qkv(3, 63, 63, 4, 2, 32), "sinks_H": normal(4)}, {**packed, "softcap": 3.0, "window": 9}, batched)
+    yield Case("five queries at the end of 63 keys", qkv(2, 5, 63, 4, 2, 32), {"scale": 0.2}, batched)
+    positions_q, positions_k = torch.tensor([[30], [2]]), torch.arange(63).expand(2, 63)
+    slots = torch.where(positions_k <= positions_q, 0, -1).int()
+    decode = {"documents_q_BS": torch.zeros(2, 1, dtype=torch.int32), "documents_k_BT": slots, "positions_q_BS": positions_q, "positions_k_BT": positions_k}
+    yield Case("one query over slots, some empty", qkv(2, 1, 63, 4, 2, 32), {"scale": 0.2, **decode}, batched)
+    empty = {**decode, "documents_k_BT": torch.stack((slots[0], torch.full((63,), -1, dtype=torch.int32)))}
+    yield Case("a query that sees nothing", qkv(2, 1, 63, 4, 2, 32), {"scale": 0.2, **empty}, batched)
+
+
+_CASES: dict[str, Callable[[Normal], Iterator[Case]]] = {
+    "rms_norm": _rms_norm,
+    "rope": _rope,
+    "swiglu": _swiglu,
+    "embedding": _embedding,
+    "cross_entropy": _cross_entropy,
+    "attention": _attention,
+}
+
+
+def bench_case(op: str, small: bool) -> Case:
+    """One call of a size met in training: Llama 3 1B's widths on a GPU, the debug model's on a CPU."""
+    generator = torch.Generator().manual_seed(0)
+    rows, tokens, dim, heads, kv_heads, head_dim, vocab = (4, 512, 256, 8, 4, 32, 2048) if small else (2, 4096, 2048, 32, 8, 64, 32768)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    if op == "rms_norm":
+        return Case(f"{rows} x {tokens} x {dim}", {"x_ND": normal(rows, tokens, dim), "weight_D": normal(dim)}, {"eps": 1e-5})
+    if op == "rope":
+        angles = normal(rows, tokens, head_dim // 2)
+        fixed = {"cos_BSd": angles.cos(), "sin_BSd": angles.sin()}
+        return Case(f"{rows} x {tokens} x {heads} x {head_dim}", {"x_BSHD": normal(rows, tokens, heads, head_dim)}, fixed)
+    if op == "swiglu":
+        return Case(f"{rows} x {tokens} x {3 * dim}", {"gate_NF": normal(rows, tokens, 3 * dim), "up_NF": normal(rows, tokens, 3 * dim)}, {})
+    if op == "embedding":
+        ids = torch.randint(0, vocab, (rows, tokens), generator=generator)
+        return Case(f"{rows} x {tokens} of {vocab} x {dim}", {"weight_VD": normal(vocab, dim)}, {"ids_BS": ids})
+    if op == "cross_entropy":
+        labels = torch.randint(0, vocab, (rows * tokens,), generator=generator)
+        tensors = {"hidden_ND": normal(rows * tokens, dim), "weight_VD": normal(vocab, dim) / dim**0.5}
+        return Case(f"{rows * tokens} tokens of {dim}, vocabulary {vocab}", tensors, {"labels_N": labels})
+    if op == "attention":
+        shapes = {"q_BSHD": heads, "k_BTKD": kv_heads, "v_BTKD": kv_heads}
+        tensors = {name: normal(rows, tokens, count, head_dim) for name, count in shapes.items()}
+        lengths = ((tokens // 4, tokens - tokens // 4), *((tokens,),) * (rows - 1))
+        documents = torch.stack([torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(row)]) for row in lengths])
+        fixed = {"scale": head_dim**-0.5, "documents_q_BS": documents, "documents_k_BT": documents, "packing": lengths}
+        return Case(f"{rows} x {tokens}, {heads}/{kv_heads} heads of {head_dim}, packed", tensors, fixed)
+    raise KeyError(op)

@@ -1,0 +1,346 @@
+"""Conformance of model families. Subclass, name your entry, give a tiny config, run pytest; a failure says which promise is broken, in words.
+
+    class TestMine(ModelConformance):
+        entry = "my-distribution:mine"
+
+        def config(self):
+            return MineConfig(vocab_size=96, dim=32, max_positions=64, ...)
+
+The promises are those of `intarsia.contracts.Model` and of DESIGN: one device, no knowledge of parallelism, documents never see each other.
+Shape suffixes: B rows, S tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import subprocess
+import sys
+from typing import Any, ClassVar
+
+import torch
+from intarsia import ops
+from intarsia.config import ModelConfig
+from intarsia.contracts import Box, Mixer, ModelEntry
+from intarsia.parameters import ParameterTable
+from intarsia.plugins import current, import_reference
+from intarsia.train.context import TrainContext, positions_of
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from intarsia_testing.promise import keep
+
+LENGTHS = ((5, 1, 10), (16,), (2, 14))
+"""Documents of the test batch: three rows of 16 tokens, one of them with a single document."""
+
+
+class RecordingContext(TrainContext):
+    """A TrainContext that notes which mixer asked for which kind, and the shapes of keys and values."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.calls: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
+
+    def softmax(self, mixer: str, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, **settings: Any) -> Tensor:
+        """Note, then attend."""
+        self.calls[mixer] = ("softmax", (tuple(k_BSKD.shape[2:]), tuple(v_BSKD.shape[2:])))
+        return super().softmax(mixer, q_BSHD, k_BSKD, v_BSKD, **settings)
+
+    def latent(self, mixer: str, latent_BSC: Tensor, attend: Any, **settings: Any) -> Tensor:
+        """Note, then attend."""
+        self.calls[mixer] = ("latent", (tuple(latent_BSC.shape[2:]),))
+        return super().latent(mixer, latent_BSC, attend, **settings)
+
+    def recurrent(self, mixer: str, update: Any, *inputs: Tensor, **settings: Any) -> Tensor:
+        """Note, then run."""
+        self.calls[mixer] = ("recurrent", ())
+        return super().recurrent(mixer, update, *inputs, **settings)
+
+    def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
+        """Note, then attend."""
+        self.calls[mixer] = ("indexed", ())
+        return super().indexed(mixer, *inputs, **settings)
+
+
+def documents_of(lengths: tuple[tuple[int, ...], ...]) -> Tensor:
+    """int32 document numbers of rows that pack documents of these lengths."""
+    rows = [torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(row)]) for row in lengths]
+    return torch.stack(rows)
+
+
+def packed_context(lengths: tuple[tuple[int, ...], ...]) -> TrainContext:
+    """The context of rows that pack documents of these lengths."""
+    documents_BS = documents_of(lengths)
+    return TrainContext(positions_of(documents_BS), documents_BS, lengths)
+
+
+def fill(model: nn.Module, seed: int = 0, std: float | None = None) -> nn.Module:
+    """Fill a model's parameters as a run does: by the ParameterTable, from the seed and their names alone. `std` adds noise of that size, so that
+    nothing is hidden by weights that start at zero or one."""
+    table = ParameterTable.from_model(model)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            table.fill(name, (Box.whole(tuple(parameter.shape)),), parameter.data.view(-1), seed)
+            if std is not None:
+                parameter += std * torch.randn(parameter.shape, generator=noise)
+    model.fill_buffers()  # type: ignore[operator]
+    return model
+
+
+class ModelConformance:
+    """Every promise of a model family, one test each. Set `entry`, override `config`. `tolerance` bounds differences of hidden states, relative to
+    their largest element, where the same numbers are computed in another shape."""
+
+    entry: ClassVar[str] = ""
+    tolerance: ClassVar[float] = 2e-5
+
+    def config(self) -> ModelConfig:
+        """A tiny config that uses what the family has (more than one block, every kind of component). At most a few 100,000 parameters."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ help
+
+    def _entry(self) -> ModelEntry:
+        keep("named", self.entry, "the class attribute `entry` is empty: set it to your model's name.")
+        found = current().registry("model").find(self.entry)
+        assert isinstance(found, ModelEntry)
+        return found
+
+    def _model(self, seed: int = 0, std: float | None = 0.02) -> Any:
+        return fill(current().build(self.config()), seed, std)
+
+    def _tokens(self) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(0, self.config().vocab_size, (len(LENGTHS), sum(LENGTHS[0])), generator=generator)
+
+    def _close(self, promise: str, one: Tensor, other: Tensor, sentence: str) -> None:
+        error = float((one - other).abs().max() / other.abs().max().clamp_min(1e-30))
+        keep(promise, error <= self.tolerance, f"{sentence} (relative difference {error:.2e}, allowed {self.tolerance:.0e}).")
+
+    # ------------------------------------------------------------ the entry
+
+    def test_entry_modules_import_no_torch(self) -> None:
+        """plugin, config, hf and sharding are light: listing and resolving never wait for torch."""
+        entry = self._entry()
+        keep("entry", current().entry_of(self.config()).full_name == entry.full_name, f"`config()` is no config of {entry.full_name}.")
+        distribution, _, point = entry.plugin.partition("/")
+        points = importlib.metadata.distribution(distribution).entry_points.select(group="intarsia", name=point)
+        modules = {p.value.partition(":")[0] for p in points}
+        modules |= {reference.partition(":")[0] for reference in (entry.config, entry.hf, entry.sharding) if reference}
+        recipes = [e for e in current().registry("recipe").entries() if e.owner == entry.owner]
+        modules |= {recipe.target.partition(":")[0] for recipe in recipes}
+        for module in sorted(modules):
+            code = f"import sys, importlib; importlib.import_module({module!r}); sys.exit('torch' in sys.modules)"
+            run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+            keep("light", run.returncode == 0, f"importing {module} imports torch, or fails: {run.stderr.strip().splitlines()[-1:]}. Name heavy things as strings.")
+
+    def test_builds_on_the_meta_device(self) -> None:
+        """Built under the meta device, then allocated and filled, it is the same model as one built on the CPU."""
+        with torch.device("meta"):
+            model: Any = current().build(self.config())
+        heavy = [name for name, parameter in model.named_parameters() if parameter.device.type != "meta"]
+        keep("meta", not heavy, f"built under the meta device, {heavy[:3]} are not on it: give parameters no explicit device.")
+        real = self._model()
+        shapes = [{name: tuple(p.shape) for name, p in m.named_parameters()} for m in (model, real)]
+        keep("meta", shapes[0] == shapes[1], "parameters' names or shapes differ between the meta device and the CPU.")
+        model.to_empty(device="cpu")
+        ties = model.regions().ties
+        for canonical, *others in ties:
+            for other in others:
+                _set_parameter(model, other, model.get_parameter(canonical))
+        fill(model, 0, 0.02)
+        hidden = [m(self._tokens(), packed_context(LENGTHS)) for m in (model, real)]
+        keep("buffers", torch.equal(*hidden), "after the meta device its outputs differ: `fill_buffers()` must recompute every non-persistent buffer.")
+
+    # ------------------------------------------------------------ parameters
+
+    def test_every_parameter_has_an_init(self) -> None:
+        """`inits()` names exactly the parameters (and buffers that are drawn), by canonical name."""
+        model: Any = current().build(self.config())
+        inits, names = model.inits(), [name for name, _ in model.named_parameters()]
+        missing = [name for name in names if name not in inits]
+        keep("inits", not missing, f"`inits()` does not say how {missing[:3]} start.")
+        known = set(names) | {name for name, _ in model.named_buffers()}
+        extra = [name for name in inits if name not in known]
+        keep("inits", not extra, f"`inits()` names {extra[:3]}, which are no parameters or buffers; ties go by their canonical name.")
+        flat = [name for name, init in inits.items() if init.kind == "normal" and not 0 < init.std < math.inf]
+        keep("inits", not flat, f"the normal init of {flat[:3]} has no positive std.")
+
+    def test_same_seed_same_bits(self) -> None:
+        """Initial values are a function of the seed and the name alone."""
+        one, again, other = (dict(self._model(seed, None).named_parameters()) for seed in (3, 3, 4))
+        changed = [name for name in one if not torch.equal(one[name], again[name])]
+        keep("seed", not changed, f"the same seed gave {changed[:3]} other bits: the constructor or `fill_buffers` changes parameters.")
+        drawn = [name for name, init in self._model().inits().items() if init.kind == "normal"]
+        keep("seed", not drawn or any(not torch.equal(one[name], other[name]) for name in drawn), "another seed gave the same weights.")
+
+    def test_regions_are_real(self) -> None:
+        """`regions()` names modules that exist, blocks in order without overlap, and ties that share storage."""
+        model = self._model()
+        regions = model.regions()
+        modules = dict(model.named_modules())
+        unknown = [name for name in (*regions.blocks, *regions.compile) if name not in modules]
+        keep("regions", not unknown, f"`regions()` names {unknown[:3]}, which are no modules.")
+        keep("regions", regions.blocks, "`regions()` declares no block: nothing could be sharded, recomputed or cut by units.")
+        nested = [b for a in regions.blocks for b in regions.blocks if b.startswith(a + ".")]
+        keep("regions", not nested and len(set(regions.blocks)) == len(regions.blocks), f"blocks overlap: {nested[:3]}.")
+        seen: list[str] = []
+        hooks = [modules[name].register_forward_hook(lambda *_, name=name: seen.append(name)) for name in regions.blocks]
+        model(self._tokens(), packed_context(LENGTHS))
+        for hook in hooks:
+            hook.remove()
+        keep("regions", seen == list(regions.blocks), f"blocks are declared in the order {regions.blocks[:4]} and run in the order {seen[:4]}.")
+        listed = {name for name, _ in model.named_parameters()}
+        for canonical, *others in regions.ties:
+            keep("ties", canonical in listed, f"the first name of a tie, {canonical}, must be the one that `named_parameters()` gives.")
+            for other in others:
+                same = model.get_parameter(other).data_ptr() == model.get_parameter(canonical).data_ptr()
+                keep("ties", same, f"{other} is declared to be tied to {canonical} and does not share its storage.")
+        hidden_ties = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in listed]
+        declared = {name for tie in regions.ties for name in tie}
+        keep("ties", set(hidden_ties) <= declared, f"{hidden_ties[:3]} share another parameter's storage and `regions().ties` does not say so.")
+
+    # ------------------------------------------------------------ the mathematics
+
+    def test_documents_do_not_see_each_other(self) -> None:
+        """Packed documents give what each gives alone."""
+        model, tokens_BS = self._model(), self._tokens()
+        with torch.no_grad():
+            packed_BSD = model(tokens_BS, packed_context(LENGTHS))
+            for b, row in enumerate(LENGTHS):
+                start = 0
+                for length in row:
+                    alone = model(tokens_BS[b : b + 1, start : start + length], packed_context(((length,),)))
+                    sentence = f"document of {length} tokens at {start} in row {b} gives other hidden states packed than alone: positions must restart and mixers must stop at its start"
+                    self._close("packing", packed_BSD[b : b + 1, start : start + length], alone, sentence)
+                    start += length
+
+    def test_no_token_sees_the_future(self) -> None:
+        """Changing a token changes nothing before it, and something from it on."""
+        model, tokens_BS = self._model(), self._tokens()[1:2]
+        changed_BS = tokens_BS.clone()
+        changed_BS[:, 9] = (changed_BS[:, 9] + 1) % self.config().vocab_size
+        with torch.no_grad():
+            one, other = (model(t, packed_context((LENGTHS[1],))) for t in (tokens_BS, changed_BS))
+        self._close("causal", one[:, :9], other[:, :9], "a token's hidden state depends on later tokens")
+        keep("causal", not torch.equal(one[:, 9], other[:, 9]), "a token's hidden state does not depend on the token itself.")
+        keep("causal", not torch.equal(one[:, 15], other[:, 15]), "the last token's hidden state does not depend on one six tokens before: nothing mixes along the sequence.")
+
+    def test_rows_are_independent(self) -> None:
+        """A row gives the same alone and in a batch."""
+        model, tokens_BS = self._model(), self._tokens()
+        with torch.no_grad():
+            all_BSD = model(tokens_BS, packed_context(LENGTHS))
+            for b, row in enumerate(LENGTHS):
+                self._close("rows", all_BSD[b : b + 1], model(tokens_BS[b : b + 1], packed_context((row,))), f"row {b} depends on the other rows of its batch")
+
+    def test_loss_of_hidden_is_loss_of_logits(self) -> None:
+        """`head_weight_VD` is what `project` multiplies by."""
+        model, tokens_BS = self._model(), self._tokens()
+        with torch.no_grad():
+            hidden_BSD = model(tokens_BS, packed_context(LENGTHS))
+            logits_BSV = model.project(hidden_BSD)
+            shape = (*tokens_BS.shape, self.config().vocab_size)
+            keep("head", tuple(logits_BSV.shape) == shape, f"`project` gives {tuple(logits_BSV.shape)} and not [B, S, V] = {shape}.")
+            softcap = getattr(model, "logits_softcap", None)
+            chunked = ops.cross_entropy(hidden_BSD.flatten(0, 1), model.head_weight_VD, tokens_BS.flatten(), softcap=softcap, chunk=7)
+            whole = nn.functional.cross_entropy(logits_BSV.flatten(0, 1).float(), tokens_BS.flatten(), reduction="sum")
+        self._close("head", chunked, whole, "the loss from hidden states and `head_weight_VD` is not the loss of `project`'s logits")
+
+    def test_every_parameter_gets_a_gradient(self) -> None:
+        """Backward reaches every trainable parameter, with finite numbers."""
+        model, tokens_BS = self._model(), self._tokens()
+        hidden_BSD = model(tokens_BS, packed_context(LENGTHS))
+        ops.cross_entropy(hidden_BSD.flatten(0, 1), model.head_weight_VD, tokens_BS.roll(-1, 1).flatten()).backward()
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        unused = [name for name, p in trainable.items() if p.grad is None]
+        keep("gradients", not unused, f"{unused[:3]} get no gradient: they are not used, or cut off.")
+        broken_ones = [name for name, p in trainable.items() if p.grad is not None and not p.grad.isfinite().all()]
+        keep("gradients", not broken_ones, f"the gradients of {broken_ones[:3]} are not finite.")
+        dead = [name for name, p in trainable.items() if p.grad is not None and not p.grad.any()]
+        keep("gradients", not dead, f"the gradients of {dead[:3]} are all zero.")
+
+    def test_runs_in_bfloat16(self) -> None:
+        """Cast to bfloat16, hidden states are bfloat16 and near the float32 ones."""
+        model, tokens_BS = self._model(), self._tokens()
+        with torch.no_grad():
+            exact = model(tokens_BS, packed_context(LENGTHS))
+            rough = model.bfloat16()(tokens_BS, packed_context(LENGTHS))
+        keep("dtype", rough.dtype == torch.bfloat16, f"parameters are bfloat16 and hidden states {rough.dtype}: something changes the residual stream's dtype.")
+        error = float((rough.float() - exact).norm() / exact.norm())
+        keep("dtype", error < 0.05, f"in bfloat16 hidden states are off by {error:.3f} relative (norm): keep statistics, softmax and angles in float32.")
+
+    # ------------------------------------------------------------ declarations
+
+    def test_mixers_declare_their_caches(self) -> None:
+        """Whatever calls the context is a module of that name with a `cache_spec` that fits."""
+        model, documents_BS = self._model(), documents_of(LENGTHS)
+        context = RecordingContext(positions_of(documents_BS), documents_BS, LENGTHS)
+        model(self._tokens(), context)
+        keep("mixers", context.calls, "no mixer called the context: mixing along the sequence must go through it, so that generation and context parallelism can supply theirs.")
+        modules = dict(model.named_modules())
+        for name, (kind, shapes) in context.calls.items():
+            module = modules.get(name)
+            keep("mixers", isinstance(module, Mixer), f"the context was called as mixer {name!r}, which is no module with `cache_spec()`. Pass the module's dotted name.")
+            spec = module.cache_spec()  # type: ignore[union-attr]
+            keep("mixers", spec.kind == kind, f"{name} declares kind {spec.kind!r} and calls {kind!r}.")
+            keep("mixers", spec.caches or kind == "recurrent", f"{name} declares no cache, so that generation could not keep its past.")
+            names = [cache.name for cache in spec.caches]
+            keep("mixers", len(set(names)) == len(names), f"{name} declares two caches of one name: {names}.")
+            if kind == "softmax":
+                declared = tuple(tuple(cache.shape) for cache in spec.caches)
+                keep("mixers", declared == shapes, f"{name} declares caches {declared} and gives keys and values {shapes} for a token.")
+
+    def test_flops_are_near_a_count(self) -> None:
+        """`flops_per_token` is what torch counts for forward and backward, half of it for what causal attention leaves out."""
+        model, tokens_BS = self._model(), self._tokens()
+        tokens = tokens_BS.shape[1]
+        claimed = model.flops_per_token(tokens)
+        keep("flops", claimed > 0, f"`flops_per_token({tokens})` is {claimed}.")
+        reference = {name: ops.Choice("reference", "counting") for name in ops.operators()}
+        with ops.installed(reference), FlopCounterMode(display=False) as counter:
+            model.project(model(tokens_BS, packed_context(((tokens,),) * len(LENGTHS)))).sum().backward()
+        counted = counter.get_total_flops() / tokens_BS.numel()
+        keep("flops", 0.7 < claimed / counted < 1.1, f"`flops_per_token({tokens})` is {claimed:.4g} and torch counts {counted:.4g}.")
+        keep("flops", model.flops_per_token(2 * tokens) >= claimed, "longer sequences cost fewer FLOPs for a token.")
+
+    def test_hugging_face_table_is_complete(self) -> None:
+        """Export and import give back the same tensors and the same config; each name is used once."""
+        from intarsia_huggingface.rules import apply_rules
+
+        entry = self._entry()
+        if entry.hf is None:
+            return
+        table = import_reference(entry.hf)
+        config, model = self.config(), self._model()
+        theirs = import_reference(table.config_to_theirs)(config)
+        back = import_reference(table.config_to_ours)(theirs)
+        keep("hf config", _shape_config(back) == _shape_config(config), f"config -> theirs -> ours gives another config: {back} instead of {config}.")
+        ours = dict(model.named_parameters())
+        aliases = {other: canonical for canonical, *others in model.regions().ties for other in others}
+        sizes = {key: value for key, value in theirs.items() if isinstance(value, int)}
+        rows_of = {name: tensor.shape[0] for name, tensor in model.named_parameters() if tensor.dim()}
+        experts = sizes.get(table.extra.get("experts_field", ""), 0)
+        settings: dict[str, Any] = {"sizes": sizes, "aliases": aliases, "rows_of": rows_of, "experts": experts}
+        layers = len(model.regions().blocks)
+        exported = apply_rules(table, ours, layers, "export", **settings)
+        imported = apply_rules(table, exported, layers, "import", **settings)
+        keep("hf table", set(imported) == set(ours), f"import after export gives other names: {sorted(set(imported) ^ set(ours))[:4]}.")
+        changed = [name for name in ours if not torch.equal(imported[name], ours[name])]
+        keep("hf table", not changed, f"export followed by import changes {changed[:3]}.")
+        if entry.architectures:
+            keep("hf config", theirs.get("architectures") == [entry.architectures[0]], f"exported `architectures` are {theirs.get('architectures')}; the entry reads {entry.architectures}.")
+
+
+def _shape_config(config: ModelConfig) -> str:
+    """A config without what only the start of training needs, which no `config.json` holds."""
+    import chz
+
+    starts = {name: 0.0 for name in chz.chz_fields(type(config)) if name.endswith("_std")}
+    return repr(chz.replace(config, **starts))
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, parameter)

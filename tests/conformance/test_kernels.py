@@ -1,0 +1,27 @@
+"""Our kernels keep the promises of kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+from intarsia_testing.kernel import KernelConformance
+
+
+class TestSDPA(KernelConformance):
+    op, entry = "attention", "intarsia-kernels:sdpa"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_rms_norm_under_the_interpreter():
+    code = (
+        "import sys; from intarsia_testing.kernel import check\n"
+        "found = list(check('rms_norm', 'intarsia-kernels:triton', present=('cuda', 'triton'), device='cpu'))\n"
+        "print(*found, sep='\\n'); sys.exit(any(outcome != 'kept' for _, outcome, _ in found))"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=240, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
