@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from intarsia.contracts import Batch
-from intarsia.errors import NumericsError
+from intarsia.errors import CheckpointError, NumericsError
 from intarsia.train.built import Built
 
 
@@ -56,6 +56,8 @@ def _message(built: Built, first: dict[str, Any] | None, loss: float, norm: floa
         )
     if first is not None and first.get("parameters"):
         parts.append(f"Its own parameters are not finite: {', '.join(first['parameters'])}.")
+    with contextlib.suppress(CheckpointError):  # A save that failed as well is told at the end of the run.
+        built.manager.wait()
     latest = built.manager.latest(verify=False)
     kept = f"the last good checkpoint is {latest.location}" if latest else "there is no checkpoint yet"
     parts.append(f"The step was not applied; {kept}. Lower the learning rate, lengthen warm-up, or look at the samples named.")

@@ -74,7 +74,7 @@ def is_matrix(name: str, shape: Sequence[int], not_matrices: Sequence[str]) -> b
 def check_whole(name: str, parameter: Tensor, table: ParameterTable, comm: Communicator) -> None:
     """The parameter is whole on this rank, or not here at all. Raises UsageError naming it."""
     shape, layout = tuple(table[name].shape), table[name].layout
-    held = (Box.whole(shape),) if layout is None else tuple(layout.local(comm.rank))
+    held = (Box.whole(shape),) if layout is None else tuple(layout.local(table.rank_in(layout)))
     if parameter.numel() and held != (Box.whole(shape),):
         raise UsageError(
             f"Muon cannot update {name!r} (shape {list(shape)}): rank {comm.rank} holds a part of it, {parameter.numel()} of {math.prod(shape)} elements, "

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
 import chz
@@ -19,9 +18,10 @@ import pytest
 import torch
 from intarsia.comm import SelfCommunicator
 from intarsia.config import OptimizerConfig
-from intarsia.contracts import Optimizer, OptimizerGroup
+from intarsia.contracts import Init, Optimizer, OptimizerGroup
 from intarsia.errors import UsageError
 from intarsia.layout import Layout
+from intarsia.parameters import ParameterInfo, ParameterTable
 from intarsia.plugins import current
 from torch import Tensor, nn
 
@@ -56,12 +56,9 @@ class Bench:
         groups: Sequence[tuple[str, Sequence[str], Mapping[str, Any]]] = (),
     ):
         self.parameters = {name: nn.Parameter(random_tensor(name, 0)) for name in names}
-        table = {
-            name: SimpleNamespace(
-                name=name, shape=SHAPES[name], dtype="float32", trainable=True, layout=Layout.whole(SHAPES[name], "float32")
-            )
-            for name in SHAPES
-        }
+        table = ParameterTable()
+        for name, shape in SHAPES.items():
+            table.add(ParameterInfo(name, shape, "float32", Init("normal", std=1.0), layout=Layout.whole(shape, "float32")))
         made = [OptimizerGroup(name, {member: self.parameters[member] for member in members}, options) for name, members, options in groups]
         made = made or [OptimizerGroup("default", dict(self.parameters))]
         plugins = current()
