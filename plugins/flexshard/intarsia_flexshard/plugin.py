@@ -1,0 +1,21 @@
+"""What this distribution offers. Torch-free."""
+
+from __future__ import annotations
+
+from intarsia.contracts import Entry
+from intarsia.hookspecs import hookimpl
+
+INTARSIA_API = 1
+
+
+@hookimpl
+def offer_sharders() -> list[Entry]:
+    """FlexShard."""
+    return [
+        Entry(
+            name="flexshard",
+            config="intarsia_flexshard.config:FlexShardConfig",
+            target="intarsia_flexshard.runtime:build",
+            doc="Parameters as shards in buckets, cut by any placement; float32 masters with other compute dtypes.",
+        )
+    ]
