@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
@@ -67,13 +67,13 @@ class Failure:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, with the file and line that raised it (where that is not this module or the import system)."""
+    """An exception in one line, with the file and line that raised it (where that is neither the loader nor the import system)."""
     text = str(error) if isinstance(error, IntarsiaError) else f"{type(error).__name__}: {error}".rstrip(": ")
-    if isinstance(error, SyntaxError):
-        return text
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<") and f.filename != __file__]
-    frames = [frame for frame in frames if os.path.dirname(importlib.__file__) != os.path.dirname(frame.filename)]
-    return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text
+    hidden = (os.path.dirname(importlib.__file__), os.path.dirname(__file__))
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<") and os.path.dirname(f.filename) not in hidden
+    ]
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else text
 
 
 def import_reference(reference: str) -> Any:
@@ -83,22 +83,29 @@ def import_reference(reference: str) -> Any:
     module_name, _, path = reference.partition(":")
     found = import_contained(module_name, f"cannot import {reference!r}")
     for name in path.split("."):
-        try:
-            found = getattr(found, name)
-        except AttributeError:
-            known = [key for key in dir(found) if not key.startswith("_")]
-            raise PluginError(f"cannot import {reference!r}: {module_name} has no {name!r}. {did_you_mean(name, known)}") from None
+        if not hasattr(found, name):
+            hint = did_you_mean(name, [key for key in dir(found) if not key.startswith("_")])
+            raise PluginError(f"cannot import {reference!r}: {module_name} has no {name!r}. {hint}")
+        found = getattr(found, name)
     return found
 
 
-def import_contained(module_name: str, what: str) -> Any:
-    """Import a module; any exception but KeyboardInterrupt becomes a PluginError that begins with `what`."""
+def contained(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, BaseException | None]:
+    """(what a plugin's function returns, None) or (None, what it raised). A plugin may raise anything; only the user's KeyboardInterrupt passes."""
     try:
-        return importlib.import_module(module_name)
+        return function(*arguments, **keywords), None
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        return None, error
+
+
+def import_contained(module_name: str, what: str) -> Any:
+    """Import a module; what it raises becomes a PluginError that begins with `what`."""
+    module, error = contained(importlib.import_module, module_name)
+    if error is not None:
         raise PluginError(f"{what}: {describe(error)}") from error
+    return module
 
 
 def normalise(name: str) -> str:
@@ -164,10 +171,9 @@ def unique(candidates: Iterable[Candidate]) -> tuple[list[Candidate], list[Failu
             else:
                 cause = f"the distribution lists this entry point {len(same)} times ({', '.join(c.value or repr(c.plugin) for c in same)})"
                 failures.append(Failure(distribution, same[0].version, name, "discovery", cause))
-    names: dict[str, list[str]] = {}
-    for candidate in kept:
-        names.setdefault(candidate.name, []).append(candidate.id)
-    notices += [f"entry points share the name {name!r}: {', '.join(ids)}; both are loaded." for name, ids in names.items() if len(ids) > 1]
+    for name in sorted({c.name for c in kept}):
+        ids = [c.id for c in kept if c.name == name]
+        notices += [f"entry points share the name {name!r}: {', '.join(ids)}; all are loaded."] if len(ids) > 1 else []
     return kept, failures, notices
 
 
@@ -194,14 +200,13 @@ class Selection:
         names = {candidate.distribution, candidate.id}
         return candidate.distribution == CORE or (not names & set(self.disable) and all(names & set(allowed) for allowed in self.allow))
 
-    def check(self, known: Iterable[str]) -> None:
+    def check(self, known: set[str]) -> None:
         """UsageError for a name that matches nothing, or that would switch off core."""
-        known = set(known)
-        for what, names in (("disable", self.disable), *(("allow", allowed) for allowed in self.allow)):
-            for name in names:
-                check_known(name, known, f"plugins.{what}")
-                if what == "disable" and name.partition("/")[0] == CORE:
-                    raise UsageError(f"plugins.disable names {name!r}: core can't be disabled.")
+        for name in (*self.disable, *(name for allowed in self.allow for name in allowed)):
+            check_known(name, known, "plugins.disable" if name in self.disable else "plugins.allow")
+        for name in self.disable:
+            if name.partition("/")[0] == CORE:
+                raise UsageError(f"plugins.disable names {name!r}: core can't be disabled.")
 
 
 def check_known(name: str, known: set[str], where: str) -> None:
@@ -217,18 +222,17 @@ def names_of(candidates: Iterable[Candidate]) -> set[str]:
 
 def load_object(candidate: Candidate) -> tuple[Any, Any]:
     """(the plugin: a module or an object, the module it comes from or None). A class is instantiated. Raises PluginError."""
-    if candidate.plugin is not None:
-        plugin = candidate.plugin
-        module = sys.modules.get(getattr(plugin, "__module__", type(plugin).__module__))
-    else:
+    plugin = candidate.plugin
+    module = sys.modules.get(getattr(plugin, "__module__", type(plugin).__module__))
+    if plugin is None:
         value = re.sub(r"\s*\[.*\]\s*$", "", candidate.value).strip()
         module = import_contained(value.partition(":")[0], f"cannot import {value!r}")
         plugin = import_reference(value) if ":" in value else module
     if isinstance(plugin, type):
-        try:
-            plugin = plugin()
-        except Exception as error:
+        found, error = contained(plugin)
+        if error is not None:
             raise PluginError(f"the class {plugin.__qualname__} can't be instantiated without arguments: {describe(error)}") from error
+        plugin = found
     return plugin, module
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -10,10 +9,10 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from intarsia.discovery import describe
+from intarsia.discovery import contained, describe
 from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
 from intarsia.hookspecs import SpecFacts
 
@@ -59,18 +58,10 @@ class Trace:
     """One JSON line for each hook call, to stderr or appended to a file: time, pid, rank, hook, plugin, arguments (bounded repr), seconds, error."""
 
     def __init__(self, destination: str):
-        self.destination = destination
-        if destination != "stderr":
-            try:
-                self._file = open(destination, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-            except OSError as error:
-                raise UsageError(f"INTARSIA_TRACE={destination}: {error.strerror}; give a file that can be written, or stderr.") from error
-
-    @classmethod
-    def from_environment(cls) -> Trace | None:
-        """What INTARSIA_TRACE asks for; None when it is not set."""
-        destination = os.environ.get("INTARSIA_TRACE", "")
-        return cls(destination) if destination else None
+        try:
+            self._stream = sys.stderr if destination == "stderr" else open(destination, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        except OSError as error:
+            raise UsageError(f"INTARSIA_TRACE={destination}: {error.strerror}; give a file that can be written, or stderr.") from error
 
     def write(self, implementation: Implementation, arguments: Mapping[str, Any], seconds: float, error: BaseException | None) -> None:
         """Append one line; several processes may share the file."""
@@ -85,14 +76,12 @@ class Trace:
             "seconds": round(seconds, 9),
             "error": None if error is None else describe(error),
         }
-        (sys.stderr if self.destination == "stderr" else self._file).write(json.dumps(line) + "\n")
+        self._stream.write(json.dumps(line) + "\n")
 
 
 def _bounded(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as error:
-        text = f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
+    text, error = contained(repr, value)
+    text = text if error is None else f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
@@ -116,17 +105,17 @@ def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Ca
     return found
 
 
-@contextlib.contextmanager
-def kept_randomness(report: Callable[[str], None]) -> Iterator[None]:
-    """Leave the process-wide random generators as they were, so that no plugin changes a run's numbers by the way; `report` hears which it moved."""
-    before = {name: (functions, functions[0]()) for name, functions in _generators().items()}
-    try:
-        yield
-    finally:
-        for name, ((get, set_, equal), state) in before.items():
-            if not equal(state, get()):
-                set_(state)
-                report(name)
+def undisturbed(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, BaseException | None, list[str]]:
+    """`contained`, and the process-wide random generators are put back as they were, so that no plugin changes a run's numbers by the way. The third
+    item names those that had moved."""
+    before = [(name, functions, functions[0]()) for name, functions in _generators().items()]
+    result, error = contained(function, *arguments, **keywords)
+    moved = []
+    for name, (get, put_back, equal), state in before:
+        if not equal(state, get()):
+            put_back(state)
+            moved.append(name)
+    return result, error, moved
 
 
 class Hooks:
@@ -174,60 +163,48 @@ class Hooks:
         found = self._implementations.get(name)
         if not found:
             return
-        if spec.facts.sort == "participant":
-            for implementation in found:
-                self._participate(implementation, arguments)
-            return
         rank = arguments["run"].rank if "run" in arguments else self.rank
         if spec.facts.ranks == "all" or rank == 0:
+            step = self._participate if spec.facts.sort == "participant" else self._observe
             for implementation in list(found):
-                self._observe(implementation, arguments)
+                step(implementation, arguments)
 
-    def invoke(self, implementation: Implementation, arguments: Mapping[str, Any]) -> Any:
-        """Call one implementation, traced and with the process-wide random generators kept. Exceptions pass through."""
+    def invoke(self, implementation: Implementation, arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
+        """Call one implementation, contained, traced, and without effect on the process-wide random generators."""
         started = time.perf_counter()
-        failed: BaseException | None = None
-        try:
-            with kept_randomness(lambda generator: self.report_generator(implementation, generator)):
-                return implementation.function(**{name: arguments[name] for name in implementation.arguments})
-        except BaseException as error:
-            failed = error
-            raise
-        finally:
-            if self._trace is not None:
-                self._trace.write(implementation, arguments, time.perf_counter() - started, failed)
+        chosen = {name: arguments[name] for name in implementation.arguments}
+        result, error, moved = undisturbed(implementation.function, **chosen)
+        self.report_moved(implementation, moved)
+        if self._trace is not None:
+            self._trace.write(implementation, arguments, time.perf_counter() - started, error)
+        return result, error
+
+    def report_moved(self, implementation: Implementation, moved: Iterable[str]) -> None:
+        """Report, once for each, that a plugin moved process-wide random generators."""
+        for generator in moved:
+            fact = (implementation.plugin, implementation.hook, generator)
+            if fact not in self.moved_generators:
+                self.moved_generators.append(fact)
+                text = f"plugin {implementation.plugin} seeded or drew from the global generator of {generator} in {implementation.hook}"
+                self._warn(implementation.owner, f"{text}; its state was put back. Use run.rng(stream, owner) instead.")
 
     def _participate(self, implementation: Implementation, arguments: Mapping[str, Any]) -> None:
-        try:
-            self.invoke(implementation, arguments)
-        except KeyboardInterrupt:
-            raise
-        except IntarsiaError as error:
+        _, error = self.invoke(implementation, arguments)
+        if isinstance(error, IntarsiaError):
             with_owner(error, f"raised by plugin {implementation.plugin} in {implementation.hook}")
-            raise
-        except BaseException as error:
+            raise error
+        if error is not None:
             text = f"plugin {implementation.plugin} failed in {implementation.hook}: {describe(error)}"
             raise PluginError(f"{text}. Disable it with plugins.disable={implementation.plugin}, or ask its author.") from error
 
     def _observe(self, implementation: Implementation, arguments: Mapping[str, Any]) -> None:
-        try:
-            self.invoke(implementation, arguments)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        _, error = self.invoke(implementation, arguments)
+        if error is not None:
             self._implementations[implementation.hook].remove(implementation)
             self.disabled.append(Disabled(implementation.plugin, implementation.hook, describe(error)))
             text = f"plugin {implementation.plugin} failed in {implementation.hook} and is no longer called there: {describe(error)}"
             self._warn(implementation.owner, text)
             logging.getLogger(f"intarsia.{implementation.owner}").debug("traceback of the above", exc_info=error)
-
-    def report_generator(self, implementation: Implementation, generator: str) -> None:
-        """Record once that a plugin moved a process-wide random generator."""
-        fact = (implementation.plugin, implementation.hook, generator)
-        if fact not in self.moved_generators:
-            self.moved_generators.append(fact)
-            text = f"plugin {implementation.plugin} seeded or drew from the global generator of {generator} in {implementation.hook}"
-            self._warn(implementation.owner, f"{text}; its state was put back. Use run.rng(stream, owner) instead.")
 
     def _warn(self, owner: str, text: str) -> None:
         self._warnings.append(text)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,13 +15,14 @@ import pluggy
 import intarsia
 from intarsia import hookspecs
 from intarsia.contracts import Entry
-from intarsia.discovery import REFERENCE, Candidate, Failure, describe, import_contained, load_object
-from intarsia.errors import PluginError, did_you_mean
-from intarsia.hooks import Hooks, Implementation, Spec, Trace, kept_randomness
+from intarsia.discovery import REFERENCE, Candidate, Failure, contained, describe, import_contained, load_object
+from intarsia.errors import did_you_mean
+from intarsia.hooks import Hooks, Implementation, Spec, Trace, undisturbed
 from intarsia.hookspecs import SpecFacts
 
-ENTRY_NAME = re.compile(r"[a-z0-9][a-z0-9_./+-]*")
-"""What an entry may be called; names of extensions are keys of the recipe and therefore identifiers."""
+ENTRY_NAME = (r"[a-z0-9][a-z0-9_./+-]*", "letters, digits and . _ / + -")
+EXTENSION_NAME = (r"[a-z][a-z0-9_]*", "letters, digits and _, beginning with a letter")
+"""What an entry may be called, as a pattern and in words; an extension's name is a key of the recipe and therefore an identifier."""
 
 HEAVY = ("torch", "numpy", "transformers", "triton")
 """What loading a plugin must not import: each takes a second of every command."""
@@ -40,13 +41,12 @@ class Rejected(Exception):
 
 @dataclasses.dataclass
 class Record:
-    """A plugin that is loaded. `specs` are the hooks it declares, `entries` all that it offers, `seconds` what importing it took, `heavy` what
-    it should not have imported on the way."""
+    """A plugin that is loaded. `specs` are the hooks it declares, `entries` all that it offers, `heavy` what it should not have
+    imported when it was loaded."""
 
     candidate: Candidate
     plugin: Any
     api: int = 0
-    seconds: float = 0.0
     heavy: tuple[str, ...] = ()
     implementations: dict[str, Implementation] = dataclasses.field(default_factory=dict)
     optional: set[str] = dataclasses.field(default_factory=set)
@@ -63,7 +63,7 @@ class Loader:
     """One act of loading; afterwards `hooks` serves the loaded plugins and `failures` lists the rejected ones."""
 
     def __init__(self) -> None:
-        self.hooks = Hooks({}, {}, Trace.from_environment())
+        self.hooks = Hooks({}, {}, Trace(os.environ["INTARSIA_TRACE"]) if os.environ.get("INTARSIA_TRACE") else None)
         self.failures: list[Failure] = []
         self._lost: dict[str, str] = {}  # hooks that a rejected plugin declares
 
@@ -74,8 +74,7 @@ class Loader:
         any: a plugin that goes takes its specs, and its claims to names, with it.
         """
         records: list[Record] = []
-        for candidate in candidates:
-            record = Record(candidate, None)
+        for record in [Record(candidate, None) for candidate in candidates]:
             if self._attempt(record, self._open, record, records):
                 records.append(record)
         while True:
@@ -104,15 +103,10 @@ class Loader:
 
     def _attempt(self, record: Record, step: Callable[..., Any], *arguments: Any) -> bool:
         """Whether a step of loading went well; if not, the plugin is listed as failed. Anything but KeyboardInterrupt is contained."""
-        try:
-            step(*arguments)
+        _, error = contained(step, *arguments)
+        if error is None:
             return True
-        except KeyboardInterrupt:
-            raise
-        except Rejected as error:
-            hook, cause, origin = error.hook, str(error), error.error
-        except BaseException as error:
-            hook, cause, origin = "register", describe(error), error
+        hook, cause, origin = (error.hook, str(error), error.error) if isinstance(error, Rejected) else ("register", describe(error), error)
         candidate = record.candidate
         hooks = frozenset(record.implementations) if record.plugin is not None else None
         self.failures.append(Failure(candidate.distribution, candidate.version, candidate.name, hook, cause, hooks, origin))
@@ -123,68 +117,40 @@ class Loader:
 
     def _open(self, record: Record, earlier: Sequence[Record]) -> None:
         """Import a plugin, check its API, read its hook implementations, and gather the specs it declares."""
-        candidate = record.candidate
-        importing = Implementation("import", candidate.distribution, candidate.id, import_contained, ())
-        started, present = time.perf_counter(), set(sys.modules)
-        try:
-            with kept_randomness(lambda generator: self.hooks.report_generator(importing, generator)):
-                plugin, module = load_object(candidate)
-        except PluginError as error:
-            raise Rejected("import", str(error), error.__cause__) from None
-        record.seconds = time.perf_counter() - started
+        candidate, present = record.candidate, set(sys.modules)
+        found, error, moved = undisturbed(load_object, candidate)
+        self.hooks.report_moved(Implementation("import", candidate.distribution, candidate.id, load_object, ()), moved)
+        refuse(error, "import", str(error), error and error.__cause__)
+        plugin, module = found
         record.heavy = tuple(name for name in HEAVY if name in sys.modules and name not in present)
         for other in earlier:
-            if other.plugin is plugin:
-                raise Rejected(
-                    "import", f"it names the same object as {other.candidate.id}: an entry point needs a module or object of its own"
-                )
+            shared = f"it names the same object as {other.candidate.id}: an entry point needs a module or object of its own"
+            refuse(other.plugin is plugin, "import", shared)
         record.api = check_api(getattr(plugin, "INTARSIA_API", getattr(module, "INTARSIA_API", None)))
-        implementations, optional = read_implementations(candidate, plugin)
-        record.plugin, record.implementations, record.optional = plugin, implementations, optional
-        declared = implementations.get("add_hookspecs")
-        if declared is not None:
-            for name in self._answer(declared):
-                if not isinstance(name, str):
-                    raise Rejected("add_hookspecs", f"it must return module names and returned {name!r}")
-                record.specs.update(self._declared_specs(candidate, name))
-
-    def _declared_specs(self, candidate: Candidate, module_name: str) -> dict[str, Spec]:
-        try:
-            module = import_contained(module_name, f"cannot import {module_name!r}")
-        except PluginError as error:
-            raise Rejected("add_hookspecs", str(error), error.__cause__) from None
-        own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", None) == module_name}
-        for name, value in own.items():
-            if hasattr(value, "intarsia_spec") and not hasattr(value, "spec_facts"):
-                raise Rejected(
-                    "add_hookspecs", f"{module_name}.{name} must be marked by offer, participant or observer, not by a bare hookspec"
-                )
-        found = {name: spec_of(name, value, candidate.id) for name, value in own.items() if hasattr(value, "spec_facts")}
-        if not found:
-            raise Rejected("add_hookspecs", f"module {module_name!r} has no function marked by offer, participant or observer")
-        return found
+        record.implementations, record.optional = read_implementations(candidate, plugin)
+        record.plugin = plugin
+        declares = record.implementations.get("add_hookspecs")
+        for name in self._answer(declares) if declares else ():
+            refuse(not isinstance(name, str), "add_hookspecs", f"it must return module names and returned {name!r}")
+            record.specs.update(declared_specs(candidate, name))
 
     def _answer(self, implementation: Implementation) -> list[Any]:
         """What an offer or a declaration returns, as a list."""
-        try:
-            answer = self.hooks.invoke(implementation, {})
-            if isinstance(answer, str | bytes) or not isinstance(answer, Iterable):
-                raise Rejected(implementation.hook, f"it must return a list and returned {answer!r} (nothing to offer: return [])")
-            return list(answer)
-        except (KeyboardInterrupt, Rejected):
-            raise
-        except BaseException as error:
-            raise Rejected(implementation.hook, describe(error), error) from None
+        answer, error = self.hooks.invoke(implementation, {})
+        listed = isinstance(answer, Iterable) and not isinstance(answer, str | bytes)
+        if listed:
+            answer, error = contained(list, answer)
+        refuse(error, implementation.hook, describe(error) if error else "", error)
+        refuse(not listed, implementation.hook, f"it must return a list and returned {answer!r} (nothing to offer: return [])")
+        return answer
 
     # ------------------------------------------------------------ second pass
 
     def _add_specs(self, record: Record, specs: dict[str, Spec]) -> None:
-        kinds = {spec.facts.kind: spec for spec in specs.values() if spec.facts.sort == "offer"}
+        takers = {taken: spec.plugin for name, spec in specs.items() for taken in (name, spec.facts.kind) if taken}
         for name, spec in record.specs.items():
-            if name in specs:
-                raise Rejected("add_hookspecs", f"hook {name!r} is declared by {specs[name].plugin} already")
-            if spec.facts.sort == "offer" and spec.facts.kind in kinds:
-                raise Rejected("add_hookspecs", f"kind {spec.facts.kind!r} is declared by {kinds[spec.facts.kind].plugin} already")
+            for what, value in (("hook", name), ("kind", spec.facts.kind)):
+                refuse(value in takers, "add_hookspecs", f"{what} {value!r} is declared by {takers.get(value)} already")
         specs.update(record.specs)
 
     def _check(self, record: Record, specs: dict[str, Spec], claims: dict[tuple[str, ...], str]) -> None:
@@ -197,8 +163,8 @@ class Loader:
                 text = f"there is no such hook.{lost} {did_you_mean(name, specs)}"
                 raise Rejected(name, f"{text} (If its owner may be absent, mark it @hookimpl(optionalhook=True).)")
         for name in specs:
-            if name not in record.implementations and inspect.isfunction(getattr(record.plugin, name, None)):
-                raise Rejected(name, "the function is not marked with @hookimpl")
+            unmarked = name not in record.implementations and inspect.isfunction(getattr(record.plugin, name, None))
+            refuse(unmarked, name, "the function is not marked with @hookimpl")
         record.offered = {name: entries for name, entries in record.offered.items() if name in specs}
         mine: dict[tuple[str, ...], str] = {}
         for name, implementation in record.implementations.items():
@@ -211,13 +177,16 @@ class Loader:
         claims.update(mine)
 
 
+def refuse(wrong: Any, hook: str, cause: str, error: BaseException | None = None) -> None:
+    """Reject the plugin at hand if something is wrong."""
+    if wrong:
+        raise Rejected(hook, cause, error)
+
+
 def core_specs() -> dict[str, Spec]:
     """The hooks of `intarsia.hookspecs`."""
-    return {
-        name: spec_of(name, value, CORE_SPECS)
-        for name, value in vars(hookspecs).items()
-        if isinstance(getattr(value, "spec_facts", None), SpecFacts)
-    }
+    marked = {name: value for name, value in vars(hookspecs).items() if isinstance(getattr(value, "spec_facts", None), SpecFacts)}
+    return {name: spec_of(name, value, CORE_SPECS) for name, value in marked.items()}
 
 
 def spec_of(name: str, function: Callable[..., Any], plugin: str) -> Spec:
@@ -225,86 +194,87 @@ def spec_of(name: str, function: Callable[..., Any], plugin: str) -> Spec:
     return Spec(name, function.spec_facts, function, tuple(inspect.signature(function).parameters), plugin)  # type: ignore[attr-defined]
 
 
+def declared_specs(candidate: Candidate, module_name: str) -> dict[str, Spec]:
+    """The hooks that a plugin's module of specs declares; what it imported from elsewhere is not its own."""
+    module, error = contained(import_contained, module_name, f"cannot import {module_name!r}")
+    refuse(error, "add_hookspecs", str(error), error and error.__cause__)
+    own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", None) == module_name}
+    for name, value in own.items():
+        bare = hasattr(value, "intarsia_spec") and not hasattr(value, "spec_facts")
+        refuse(bare, "add_hookspecs", f"{module_name}.{name} must be marked by offer, participant or observer, not by a bare hookspec")
+    found = {name: spec_of(name, value, candidate.id) for name, value in own.items() if hasattr(value, "spec_facts")}
+    refuse(not found, "add_hookspecs", f"module {module_name!r} has no function marked by offer, participant or observer")
+    return found
+
+
 def check_api(declared: Any) -> int:
     """The plugin-API version that a plugin declares, if core speaks it: PLUGIN_API or one less."""
     spoken = [version for version in (intarsia.PLUGIN_API - 1, intarsia.PLUGIN_API) if version > 0]
     accepts = " and ".join(map(str, spoken))
-    if declared is None:
-        raise Rejected("api", f"it declares no plugin API: write INTARSIA_API = {intarsia.PLUGIN_API} beside its hook implementations")
-    if isinstance(declared, bool) or not isinstance(declared, int):
-        raise Rejected("api", f"INTARSIA_API must be an integer (this core accepts {accepts}) and is {declared!r}")
-    if declared not in spoken:
-        older = "upgrade the plugin" if declared < spoken[0] else "upgrade intarsia, or install an older version of the plugin"
-        raise Rejected("api", f"it is written for plugin API {declared}; intarsia {intarsia.__version__} accepts {accepts}: {older}")
+    refuse(
+        declared is None, "api", f"it declares no plugin API: write INTARSIA_API = {intarsia.PLUGIN_API} beside its hook implementations"
+    )
+    text = f"INTARSIA_API must be an integer (this core accepts {accepts}) and is {declared!r}"
+    refuse(isinstance(declared, bool) or not isinstance(declared, int), "api", text)
+    what = "upgrade the plugin" if declared < spoken[0] else "upgrade intarsia, or install an older version of the plugin"
+    text = f"it is written for plugin API {declared}; intarsia {intarsia.__version__} accepts {accepts}: {what}"
+    refuse(declared not in spoken, "api", text)
     return declared
 
 
 def read_implementations(candidate: Candidate, plugin: Any) -> tuple[dict[str, Implementation], set[str]]:
     """The functions that are marked by `hookimpl`, by hook; and which of those hooks may be absent."""
     reader = pluggy.PluginManager("intarsia")
+    marked = [(name, options) for name in dir(plugin) if (options := reader.parse_hookimpl_opts(plugin, name)) is not None]
     found: dict[str, Implementation] = {}
-    optional = set()
-    for name in dir(plugin):
-        options = reader.parse_hookimpl_opts(plugin, name)
-        if options is None:
-            continue
-        hook = options.get("specname") or name
-        function = getattr(plugin, name)
-        if hook in found:
-            raise Rejected(hook, "two functions of the plugin implement it")
-        if options.get("wrapper") or options.get("hookwrapper"):
-            raise Rejected(hook, "wrappers are not supported: implement the before_ and the after_ event")
+    for name, options in marked:
+        hook, function = options.get("specname") or name, getattr(plugin, name)
         parameters = inspect.signature(function).parameters.values()
-        unnamed = [p.name for p in parameters if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        if unnamed:
-            raise Rejected(hook, f"arguments are handed over by name: {', '.join(unnamed)} can't be *, ** or positional-only")
+        unnamed = ", ".join(p.name for p in parameters if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        wrapper = options.get("wrapper") or options.get("hookwrapper")
+        refuse(hook in found, hook, "two functions of the plugin implement it")
+        refuse(wrapper, hook, "wrappers are not supported: implement the before_ and the after_ event")
+        refuse(unnamed, hook, f"arguments are handed over by name: {unnamed} can't be *, ** or positional-only")
         found[hook] = Implementation(hook, candidate.distribution, candidate.id, function, tuple(p.name for p in parameters))
-        if options.get("optionalhook"):
-            optional.add(hook)
-    return found, optional
+    return found, {options.get("specname") or name for name, options in marked if options.get("optionalhook")}
 
 
 def check_implementation(implementation: Implementation, spec: Spec) -> None:
     """Refuse arguments that the spec does not have, and functions that would not run when called."""
     for name in implementation.arguments:
         if name not in spec.arguments:
-            takes = f"the hook has the arguments ({', '.join(spec.arguments)})"
-            hint = did_you_mean(name, spec.arguments) if spec.arguments else ""
-            raise Rejected(spec.name, f"it takes an argument {name!r}, but {takes}. {hint}".rstrip())
+            takes = f"the hook has the arguments ({', '.join(spec.arguments)}). {did_you_mean(name, spec.arguments)}"
+            raise Rejected(spec.name, f"it takes an argument {name!r}, but {takes}")
     function = implementation.function
     runs_later = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-    if runs_later or (spec.facts.sort != "offer" and inspect.isgeneratorfunction(function)):
-        raise Rejected(spec.name, "it must be an ordinary function: a coroutine or generator would never run")
+    runs_later = runs_later or (spec.facts.sort != "offer" and inspect.isgeneratorfunction(function))
+    refuse(runs_later, spec.name, "it must be an ordinary function: a coroutine or generator would never run")
 
 
 def check_entry(entry: Any, spec: Spec, candidate: Candidate) -> Entry:
     """The entry with kind, owner and plugin filled in, once all its fields are well formed."""
-    facts = spec.facts
-    if not isinstance(entry, facts.entry):
-        raise Rejected(spec.name, f"{entry!r} is a {type(entry).__name__} and must be a {facts.entry.__name__}")
-    pattern = r"[a-z][a-z0-9_]*" if facts.kind == "extension" else ENTRY_NAME
-    if not isinstance(entry.name, str) or not re.fullmatch(pattern, entry.name):
-        allowed = "letters, digits and _, beginning with a letter" if facts.kind == "extension" else "letters, digits and . _ / + -"
-        raise Rejected(spec.name, f"{entry.name!r} is not a valid name: lower-case {allowed}")
-    if not isinstance(entry.doc, str) or not entry.doc.strip() or "\n" in entry.doc:
-        raise Rejected(spec.name, f"entry {entry.name!r} needs a doc of one line and has {entry.doc!r}")
+    hook, facts = spec.name, spec.facts
+    refuse(not isinstance(entry, facts.entry), hook, f"{entry!r} is a {type(entry).__name__} and must be a {facts.entry.__name__}")
+    pattern, allowed = EXTENSION_NAME if facts.kind == "extension" else ENTRY_NAME
+    well_named = isinstance(entry.name, str) and re.fullmatch(pattern, entry.name)
+    refuse(not well_named, hook, f"{entry.name!r} is not a valid name: lower-case {allowed}")
+    documented = isinstance(entry.doc, str) and entry.doc.strip() and "\n" not in entry.doc
+    refuse(not documented, hook, f"entry {entry.name!r} needs a doc of one line and has {entry.doc!r}")
     for field in ("target", "config", "hf", "sharding"):
         value = getattr(entry, field, None)
-        if (value is not None or field == "target") and not (isinstance(value, str) and REFERENCE.fullmatch(value)):
-            raise Rejected(spec.name, f"entry {entry.name!r}: {field} is {value!r} and must be of the form 'module:attribute'")
-    if entry.config is not None and not facts.base:
-        raise Rejected(spec.name, f"entry {entry.name!r} names a config class, but a {facts.kind} has no settings")
+        fits = (value is None and field != "target") or (isinstance(value, str) and REFERENCE.fullmatch(value))
+        refuse(not fits, hook, f"entry {entry.name!r}: {field} is {value!r} and must be of the form 'module:attribute'")
+    useless = entry.config is not None and not facts.base
+    refuse(useless, hook, f"entry {entry.name!r} names a config class, but a {facts.kind} has no settings")
     return dataclasses.replace(entry, kind=facts.kind, owner=candidate.distribution, plugin=candidate.id)
 
 
 def claim(entry: Entry, claims: dict[tuple[str, ...], str], mine: dict[tuple[str, ...], str]) -> None:
     """Reject a name that the distribution has already (for kernels: for the same operator), and a config class that another entry has."""
-    wanted: list[tuple[tuple[str, ...], str]] = [((entry.kind, entry.full_name, getattr(entry, "op", "")), "name")]
+    wanted = {entry.full_name: (entry.kind, entry.full_name, getattr(entry, "op", ""))}
     if entry.config is not None:
-        wanted.append(((entry.kind, "config", entry.config), "config"))
-    for key, what in wanted:
+        wanted[f"config {entry.config!r}"] = (entry.kind, "config", entry.config)
+    for what, key in wanted.items():
         other = claims.get(key) or mine.get(key)
-        if other is not None:
-            value = entry.full_name if what == "name" else f"config {entry.config!r}"
-            raise Rejected(f"offer of {entry.kind} {entry.name!r}", f"{value} is taken by {other} already; each entry needs its own")
+        refuse(other, f"offer of {entry.kind} {entry.name!r}", f"{what} is taken by {other} already; each entry needs its own")
         mine[key] = f"{entry.plugin} ({entry.name})"

@@ -10,9 +10,10 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import intarsia
+from intarsia.contracts import KernelEntry
 from intarsia.discovery import (
     CORE,
     Candidate,
@@ -20,6 +21,7 @@ from intarsia.discovery import (
     Selection,
     candidate_of,
     check_known,
+    contained,
     describe,
     import_reference,
     names_of,
@@ -32,6 +34,7 @@ from intarsia.hooks import Hooks, Spec, with_owner
 from intarsia.loader import Loader, Record
 
 if TYPE_CHECKING:
+    from intarsia.comm import Communicator
     from intarsia.config import Config
     from intarsia.contracts import Entry
 
@@ -88,11 +91,9 @@ class Registry:
         found = [entry for entry in fitting if entry.name == short and owner in ("", entry.owner)]
         if len(found) == 1:
             return found[0]
-        if found and len({entry.owner for entry in found}) == 1:
-            raise UsageError(f"{self.kind} {name!r} of {found[0].owner} stands for {len(found)} entries: {', '.join(map(repr, found))}.")
         if found:
-            choices = " or ".join(repr(entry.full_name) for entry in found)
-            raise UsageError(f"{self.kind} {name!r} is offered by several plugins. Write {choices}, or disable a plugin (plugins.disable).")
+            choices = " or ".join(repr(entry.full_name) + (f" for {entry.op}" if isinstance(entry, KernelEntry) else "") for entry in found)
+            raise UsageError(f"{self.kind} {name!r} is offered several times. Write {choices}, or disable a plugin (plugins.disable).")
         suspects = self._plugins.suspects(self.hook, owner)
         hint = did_you_mean(name, [entry.full_name if owner else entry.name for entry in fitting])
         if suspects:
@@ -211,25 +212,22 @@ class Plugins:
     def entry_of(self, config: Config | type[Config]) -> Entry:
         """The entry that a config object's class belongs to. PluginError if there is none."""
         chosen = config if isinstance(config, type) else type(config)
-        if chosen not in self._entry_of:
-            own = [entry for registry in self._registries.values() for entry in registry.entries() if entry.config is not None]
-            # Nearly always the class is where the entry says; one that is re-exported under another module is found by importing more.
-            reference = f"{chosen.__module__}:{chosen.__qualname__}"
-            likely = [e for e in own if e.config == reference] or [e for e in own if e.config.endswith(f":{chosen.__qualname__}")]
-            bases = {parent.__qualname__ for parent in chosen.__mro__}
-            others = [e for e in own if self._registries[e.kind].base.rpartition(":")[2] in bases and e not in likely]
-            broken = ""
-            for entry in likely + others:
-                try:
-                    if self.config_class(entry) is chosen:
-                        break
-                except PluginError as error:  # another plugin's fault must not hide the answer
-                    broken += f"\n  {error}"
-            else:
-                text = f"{chosen.__module__}.{chosen.__qualname__} is not the config class of any entry of a loaded plugin"
-                raise PluginError(f"{text}. {self.report()}{broken}".rstrip())
-            self._entry_of[chosen] = entry
-        return self._entry_of[chosen]
+        if chosen in self._entry_of:
+            return self._entry_of[chosen]
+        bases = {parent.__qualname__ for parent in chosen.__mro__}
+        kinds = [registry for registry in self._registries.values() if registry.base.rpartition(":")[2] in bases]
+        entries = [entry for registry in kinds for entry in registry.entries() if entry.config is not None]
+        # Nearly always the class is where its entry says; one that is re-exported elsewhere is found by importing the others.
+        reference, name = f"{chosen.__module__}:{chosen.__qualname__}", f":{chosen.__qualname__}"
+        for entry in sorted(entries, key=lambda entry: (entry.config != reference, not entry.config.endswith(name))):
+            _, error = contained(self.config_class, entry)
+            if error is not None and entry.config == reference:  # another entry's fault must not hide the answer
+                raise error
+            if chosen in self._entry_of:
+                return self._entry_of[chosen]
+        raise PluginError(
+            f"{chosen.__module__}.{chosen.__qualname__} is not the config class of any entry of a loaded plugin. {self.report()}".rstrip()
+        )
 
     def target(self, entry: Entry) -> Any:
         """The entry's code, imported now. PluginError names owner, entry and cause."""
@@ -333,15 +331,7 @@ def use(plugins: Plugins | None) -> None:
 # ---------------------------------------------------------------- several processes
 
 
-class Agrees(Protocol):
-    """The part of a Communicator that `check_same_plugins` uses."""
-
-    def agree(self, value: Any, what: str) -> None:
-        """Raise where `value` differs between ranks."""
-        ...
-
-
-def check_same_plugins(comm: Agrees, plugins: Plugins | None = None) -> None:
+def check_same_plugins(comm: Communicator, plugins: Plugins | None = None) -> None:
     """Prove that all ranks hold the same plugin set; collective. What `agree` raises shows both sides. Stability: stable."""
     plugins = plugins or current()
     comm.agree({"fingerprint": plugins.fingerprint(), "plugins": plugins.versions()}, "the plugins that are loaded")

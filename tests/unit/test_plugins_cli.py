@@ -98,7 +98,7 @@ def test_a_third_partys_command_runs(acme, capsys):
     ("words", "code", "message"),
     [
         (["ehco"], 2, "usage error: unknown command 'ehco'. Did you mean 'echo'?"),
-        (["config"], 2, "'config' is offered by several plugins. Write 'intarsia:config' or 'acme-cli:config'"),
+        (["config"], 2, "'config' is offered several times. Write 'intarsia:config' or 'acme-cli:config'"),
         (["--verbose"], 2, "unknown option '--verbose'"),
         (["--disable"], 2, "--disable needs the name"),
         (["echo"], 2, "the following arguments are required: word"),
@@ -214,9 +214,9 @@ def test_show_an_entrys_settings(acme, capsys, monkeypatch):
     plugins.use(plugins.load(entry_points=[plugins.Candidate("acme-loss", "1", "loss", plugin=plugin)]))
     settings = json.loads(run(capsys, "plugins", "show", "power", "--json")[1])["entries"][0]["settings"]
     assert settings == [
-        {"name": "needed", "type": "float", "required": True, "default": None, "doc": ""},
-        {"name": "power", "type": "int", "required": False, "default": "2", "doc": "Exponent."},
-        {"name": "names", "type": "tuple[str, ...]", "required": False, "default": "()", "doc": ""},
+        {"name": "needed", "type": "float", "default": None, "doc": ""},
+        {"name": "power", "type": "int", "default": "2", "doc": "Exponent."},
+        {"name": "names", "type": "tuple[str, ...]", "default": "[]", "doc": ""},
     ]
     text = run(capsys, "plugins", "show", "power")[1]
     assert "  needed: float (required)\n" in text

@@ -62,7 +62,7 @@ def test_the_facade_has_each_event_with_its_exact_arguments():
         assert [p.annotation for p in method.parameters.values()][1:] == [
             p.annotation for p in inspect.signature(spec).parameters.values()
         ], name
-    others = {"call", "install", "invoke", "implementations", "events", "take_warnings", "report_generator"}
+    others = {"call", "install", "invoke", "implementations", "events", "take_warnings", "report_moved"}
     assert {name for name in vars(Hooks) if not name.startswith("_")} - others == set(events)
 
 

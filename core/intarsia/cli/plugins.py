@@ -111,19 +111,13 @@ def entry_facts(entry: Entry) -> dict[str, Any]:
 
 
 def settings_of(loaded: plugins.Plugins, entry: Entry) -> list[dict[str, Any]]:
-    """Name, type, default and doc of each field of the entry's config class, which is imported for it."""
+    """Name, type, default (as typed on a command line; None: required) and doc of each field of the entry's config class."""
     if entry.config is None:
         return []
-    import chz
+    from intarsia.config.reference import fields
 
-    found = []
-    for name, field in chz.chz_fields(loaded.config_class(entry)).items():
-        kind = field.final_type
-        shown = kind.__name__ if type(kind) is type else str(kind)
-        default = field._default if field._default_factory is chz.util.MISSING else field._default_factory()
-        required = default is chz.util.MISSING
-        found.append({"name": name, "type": shown, "required": required, "default": None if required else repr(default), "doc": field._doc})
-    return found
+    rows = [field for field in fields(loaded.config_class(entry)) if "." not in field.path]
+    return [{"name": row.path, "type": row.type, "default": row.default, "doc": row.doc} for row in rows]
 
 
 def plugin_facts(record: Record) -> dict[str, Any]:
@@ -176,7 +170,7 @@ def show_text(facts: dict[str, Any]) -> str:
         hidden = ("full_name", "kind", "name", "doc", "owner", "settings")
         lines += [f"  {key}: {value}" for key, value in entry.items() if key not in hidden and value not in (None, "", (), {})]
         for setting in entry["settings"]:
-            default = " (required)" if setting["required"] else f" = {setting['default']}"
+            default = " (required)" if setting["default"] is None else f" = {setting['default']}"
             lines.append(f"  {setting['name']}: {setting['type']}{default}  {setting['doc']}".rstrip())
     return "\n".join([*lines, *(f"failed: {f['plugin']} {f['version']}, {f['hook']}: {f['cause']}" for f in facts["failures"])])
 
