@@ -114,8 +114,6 @@ def test_a_missing_position_stops_the_resume(tmp_path):
     loader = build_loader(recipe(), Doubles(Listed([tokens(*range(40))])), 0, 1, tmp_path)
     with pytest.raises(CheckpointError, match="data/position is missing"):
         loader.load_state({})
-    with pytest.raises(CheckpointError, match="cannot be understood"):
-        loader.load_state({"position": {"samples": 3}})
 
 
 def test_changed_data_or_order_stops_the_resume_and_names_both_sides(tmp_path):
@@ -287,6 +285,7 @@ def test_evaluation_sees_the_held_out_documents_and_always_the_same_batches(tmp_
     evaluation.reset()
     again = evaluation.next_step()
     assert same(first, again)
+    assert same(first, build_loader(settings, doubles, 0, 1, tmp_path, split="evaluation").next_step()), "whatever the seed"
     assert trained | {int(row[0]) for batch in first for row in batch.tokens_BS} == set(range(40)) and len(trained) == 32
     assert build_loader(recipe(data={"held_out": 0.2}, batches=1, global_batch=3), doubles, 0, 1, tmp_path, split="evaluation").total == 3
 
@@ -307,10 +306,6 @@ def test_evaluation_sees_the_held_out_documents_and_always_the_same_batches(tmp_
         ([tokens(1, 2)], {}, {}, r"1 documents to train on have 2 tokens, less than one row of train.sequence_length=4"),
         ([tokens(*range(9))], {"held_out": 0.1}, {}, "held_out=0.1 of 1 document leaves 0 to train on"),
         ([tokens(*range(9))] * 3, {"held_out": 0.9}, {}, "held_out=0.9 of 3 documents leaves 0 to train on"),
-        ([tokens(*range(9))], {"held_out": 1.5}, {}, "must be a share"),
-        ([tokens(*range(9))], {"packing": "concat"}, {}, "data.packing='concat' is unknown"),
-        ([tokens(*range(9))], {"epochs": 0}, {}, "data.epochs must be at least 1"),
-        ([tokens(*range(9))], {}, {"micro_batch": 0}, "train.micro_batch=0 must be at least 1"),
         ([tokens(1, 1000)], {}, {}, "document 0 cannot be encoded: token id 1000 is out of range: the tokenizer has the ids 0 to 999"),
         ([tokens(1, 2), Document()], {}, {}, "document 1 cannot be encoded: it has neither text nor messages nor tokens"),
         ([Document(tokens=(1, 2), trained=(True,))], {}, {}, "2 token ids but 1 values in their mask"),
@@ -321,11 +316,8 @@ def test_wrong_data_and_settings_are_refused_in_words(tmp_path, documents, data,
         build_loader(recipe(data=data, **train), Doubles(Listed(documents)), 0, 1, tmp_path)
 
 
-def test_weights_must_be_positive_and_splits_known(tmp_path):
+def test_splits_and_ranks_must_exist(tmp_path):
     doubles = Doubles(Listed([tokens(*range(9))]))
-    for weight in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(UsageError, match=r"data.mixture.0.weight=.* must be above 0"):
-            build_loader(recipe(weights=[weight]), doubles, 0, 1, tmp_path)
     with pytest.raises(UsageError, match="nothing to evaluate on"):
         build_loader(recipe(), doubles, 0, 1, tmp_path, split="evaluation")
     with pytest.raises(UsageError, match="split='test' is unknown"):

@@ -277,7 +277,9 @@ def test_a_failed_build_leaves_nothing_and_a_cache_that_cannot_be_written_is_nam
     broken.__class__ = type("Broken", (Counted,), {"__getitem__": lambda self, index: Document(text="\ud800")})
     with pytest.raises(PluginError, match="x: document 0 cannot be encoded: UnicodeEncodeError"):
         open_store(broken, tokenizer, "x", tmp_path / "cache")
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+    assert not list((tmp_path / "cache").glob("*/facts.json"))
+    fine = open_store(type("Broken", (Counted,), {})(count=3), tokenizer, "x", tmp_path / "cache")
+    assert fine.documents == 3 and len(list((tmp_path / "cache").iterdir())) == 2, "what was left over is gone"
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"tokens cannot be kept in .*set data.cache to another folder"):
         open_store(Counted(), tokenizer, "x", tmp_path / "file")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import glob
 import gzip
 import hashlib
@@ -57,28 +59,23 @@ class FileRanges:
     """Byte ranges of files, of the decompressed content where the name ends in .gz. Keeps the last file open; safe to use from threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._path: Path | None = None
-        self._file: IO[bytes] | None = None
+        self._lock, self._open = threading.Lock(), functools.lru_cache(maxsize=1)(_open)
 
     def read(self, path: Path, start: int = 0, length: int = -1) -> bytes:
         """`length` bytes from `start`; -1: to the end. Errors: UsageError that names the file."""
-        with self._lock:
-            try:
-                if self._path != path or self._file is None:
-                    self.close()
-                    self._file, self._path = _open(path), path
-                self._file.seek(start)
-                return self._file.read(length)
-            except (OSError, EOFError) as error:
-                self.close()
-                raise UsageError(f"{path}: cannot be read: {error}.") from error
+        with self._lock, _named(path):
+            file = self._open(path)
+            file.seek(start)
+            return file.read(length)
 
-    def close(self) -> None:
-        """Close the file that is open."""
-        if self._file is not None:
-            self._file.close()
-        self._path = self._file = None
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A file that cannot be read is the user's to mend: say which."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}.") from error
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -92,16 +89,12 @@ def split_ranges(path: Path, separator: bytes) -> Iterator[tuple[int, int, int]]
     Errors: UsageError that names the file.
     """
     number, start, rest = 0, 0, b""
-    try:
-        with _open(path) as file:
-            while chunk := file.read(CHUNK_BYTES):
-                pieces = (rest + chunk).split(separator)
-                rest = pieces.pop()
-                for piece in pieces:
-                    if piece.strip():
-                        yield number, start, len(piece)
-                    number, start = number + 1, start + len(piece) + len(separator)
-    except (OSError, EOFError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}.") from error
+    with _named(path), _open(path) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            *pieces, rest = (rest + chunk).split(separator)
+            for piece in pieces:
+                if piece.strip():
+                    yield number, start, len(piece)
+                number, start = number + 1, start + len(piece) + len(separator)
     if rest.strip():
         yield number, start, len(rest)

@@ -10,24 +10,22 @@ data is used up, `next_step` gives None on all ranks alike.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
-import queue
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from intarsia.config import MixturePart, Recipe
+from intarsia.config import Recipe
 from intarsia.contracts import Batch, StateItem, Tokenizer
-from intarsia.data.batches import make_row, padding_row, stack
+from intarsia.data.batches import Row, make_row, padding_row, stack
 from intarsia.data.order import Mixture, Stream, key_of, split
 from intarsia.data.store import TokenStore, open_store
-from intarsia.errors import CheckpointError, IntarsiaError, PluginError, UsageError
-
-PACKINGS = ("concatenate", "one_per_row")
+from intarsia.errors import CheckpointError, PluginError, UsageError
 
 
 def has_evaluation(recipe: Recipe) -> bool:
@@ -48,88 +46,42 @@ def build_loader(recipe: Recipe, plugins: Any, rank: int, ranks: int, directory:
         raise UsageError(
             "There is nothing to evaluate on: set data.held_out above 0, name sources in data.evaluation, or set evaluation.every=0."
         )
-    _check_settings(recipe)
     own = not train and bool(data.evaluation)
     where, parts = ("data.evaluation", data.evaluation) if own else ("data.mixture", data.mixture)
     tokenizer = plugins.build(data.tokenizer)
     cache = Path(data.cache).expanduser() if data.cache else Path(directory) / "cache"
-    stores: list[TokenStore] = []
-    for number, part in enumerate(parts):
-        stores.append(open_store(plugins.build(part.source), tokenizer, _source_name(where, number, part, plugins), cache))
-    return Loader(
-        recipe,
-        tokenizer,
-        [_source_name(where, number, part, plugins) for number, part in enumerate(parts)],
-        parts,
-        stores,
-        rank,
-        ranks,
-        train,
-    )
-
-
-def _source_name(where: str, number: int, part: MixturePart, plugins: Any) -> str:
-    """`data.mixture.0.source (text)`: how messages call a source."""
-    return f"{where}.{number}.source ({plugins.entry_of(part.source).name})"
-
-
-def _check_settings(recipe: Recipe) -> None:
-    """Settings that no source is needed to refuse."""
-    data, train = recipe.data, recipe.train
-    if data.packing not in PACKINGS:
-        raise UsageError(f"data.packing={data.packing!r} is unknown; it is {' or '.join(PACKINGS)}.")
-    for name, value in (
-        ("sequence_length", train.sequence_length),
-        ("micro_batch", train.micro_batch),
-        ("global_batch", train.global_batch),
-    ):
-        if value < 1:
-            raise UsageError(f"train.{name}={value} must be at least 1.")
-    for name, value in (("epochs", data.epochs), ("prefetch", data.prefetch + 1)):
-        if value is not None and value < 1:
-            raise UsageError(f"data.{name} must be at least {1 if name == 'epochs' else 0}.")
-    if not data.mixture:
-        raise UsageError("data.mixture is empty: name at least one source.")
-    for where, parts in (("data.mixture", data.mixture), ("data.evaluation", data.evaluation)):
-        for number, part in enumerate(parts):
-            if not (part.weight > 0 and math.isfinite(part.weight)):
-                raise UsageError(
-                    f"{where}.{number}.weight={part.weight} must be above 0. Leave a source out rather than giving it no weight."
-                )
+    names = [f"{where}.{number}.source ({plugins.entry_of(part.source).name})" for number, part in enumerate(parts)]
+    stores = [open_store(plugins.build(part.source), tokenizer, name, cache) for name, part in zip(names, parts, strict=True)]
+    return Loader(recipe, tokenizer, names, [part.weight for part in parts], stores, rank, ranks, train)
 
 
 class Loader:
     """See the module. `state` and `load_state` carry the position under the owner `data`."""
 
     def __init__(
-        self, recipe: Recipe, tokenizer: Tokenizer, names: Sequence[str], parts: Sequence[MixturePart], stores: Sequence[TokenStore],
+        self, recipe: Recipe, tokenizer: Tokenizer, names: Sequence[str], weights: Sequence[float], stores: Sequence[TokenStore],
         rank: int, ranks: int, train: bool,
     ):  # fmt: skip
         if not 0 <= rank < ranks:
             raise UsageError(f"rank {rank} of {ranks} data-parallel ranks does not exist.")
         data = recipe.data
-        self.tokenizer, self.names, self._stores, self._rank, self._ranks, self._train = (
-            tokenizer,
-            list(names),
-            list(stores),
-            rank,
-            ranks,
-            train,
-        )
+        self.tokenizer, self.names, self._stores = tokenizer, names, stores
+        self._rank, self._ranks, self._train = rank, ranks, train
         self._row, self._micro_batch, self._global_batch = recipe.train.sequence_length, recipe.train.micro_batch, recipe.train.global_batch
-        self._weights = [part.weight / sum(part.weight for part in parts) for part in parts]
+        self._weights = [weight / sum(weights) for weight in weights]
         # Evaluation is the same whatever the seed, so that runs with different seeds compare.
         self._seed: int | str = recipe.train.seed if train else "evaluation"
-        self._streams = [self._stream(recipe, number) for number in range(len(parts))]
+        self._streams = [self._stream(recipe, number) for number in range(len(names))]
         rates = [weight / stream.tokens_per_sample for weight, stream in zip(self._weights, self._streams, strict=True)]
         self._mixture = Mixture(rates, [stream.samples for stream in self._streams])
         self.total = self._mixture.total
         if not train and self.total is not None:
             self.total = min(self.total, recipe.evaluation.batches * self._global_batch)
-        pad = next((number for number in (tokenizer.pad_id, tokenizer.eos_id) if number is not None), 0)
-        self._pad_id = pad
+        self._pad_id = next((number for number in (tokenizer.pad_id, tokenizer.eos_id) if number is not None), 0)
         byte_lengths = getattr(tokenizer, "byte_lengths", None)
         self._byte_lengths = None if byte_lengths is None else numpy.asarray(byte_lengths, dtype=numpy.int64)
+        # What the order of samples depends on; the number of epochs only where it decides when a source leaves the mixture.
+        mixed = {f"{name} share": weight for name, weight in zip(names, self._weights, strict=True)} | {"data.epochs": data.epochs}
         self._settings = {
             "tokenizer": tokenizer.fingerprint(),
             "data.packing": data.packing,
@@ -138,25 +90,21 @@ class Loader:
             "train.seed": recipe.train.seed,
             "train.sequence_length": self._row,
             **{f"{name} documents": store.digest for name, store in zip(names, stores, strict=True)},
+            **(mixed if len(names) > 1 else {}),
         }
-        if len(parts) > 1:
-            self._settings |= {
-                "data.epochs": data.epochs,
-                **{f"{name} share": weight for name, weight in zip(names, self._weights, strict=True)},
-            }
         self._prefetch = data.prefetch if train else 0
-        self._producer: _Producer | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: collections.deque[Future[list[Batch]]] = collections.deque()
         self.samples = self.steps = 0
 
     def _stream(self, recipe: Recipe, number: int) -> Stream:
         """The stream of source `number`: its documents of this split, in an order of its own."""
-        data, store, name = recipe.data, self._stores[number], self.names[number]
-        held_out = 0.0 if data.evaluation else data.held_out
-        kept, left_out = split(store, held_out, name)
+        data, name = recipe.data, self.names[number]
+        kept, left_out = split(self._stores[number], 0.0 if data.evaluation else data.held_out, name)
         documents = kept if self._train or data.evaluation else left_out
         key = key_of(self._seed, number) if data.shuffle or not self._train else None
         epochs = data.epochs if self._train else 1
-        stream = Stream(store, documents, row=self._row, packing=data.packing, key=key, epochs=epochs)
+        stream = Stream(self._stores[number], documents, row=self._row, packing=data.packing, key=key, epochs=epochs)
         if self._train and data.packing == "concatenate" and stream.tokens < self._row:
             raise UsageError(
                 f"{name}: its {len(documents)} documents to train on have {stream.tokens} tokens, less than one row of train.sequence_length={self._row}. "
@@ -169,17 +117,24 @@ class Loader:
 
         Errors: what went wrong while the batches were made, in the background or here, with the source and sample named.
         """
-        if self.total is not None and self.samples >= self.total:
+        if self.samples == self.total:
             return None
-        if not self._prefetch:
-            batches = self.make_step(self.samples)
-        else:
-            if self._producer is None:
-                self._producer = _Producer(self, self.samples, self._prefetch)
-            batches = self._producer.take()
-        self.samples = self._after(self.samples)
-        self.steps += 1
+        batches = self._prefetched() if self._prefetch else self.make_step(self.samples)
+        self.samples, self.steps = self._after(self.samples), self.steps + 1
         return batches
+
+    def _prefetched(self) -> list[Batch]:
+        """The step at the position, made by the background thread, which is given the steps after it to make."""
+        if self._pool is None:
+            self._pool, self._ahead = ThreadPoolExecutor(1, thread_name_prefix="intarsia-data"), self.samples
+        while len(self._pending) <= self._prefetch and self._ahead != self.total:
+            self._pending.append(self._pool.submit(self.make_step, self._ahead))
+            self._ahead = self._after(self._ahead)
+        try:
+            return self._pending.popleft().result()
+        except BaseException:
+            self.close()
+            raise
 
     def _after(self, position: int) -> int:
         """The position after the step at `position`."""
@@ -195,33 +150,27 @@ class Loader:
         steps = [[self._make_row(sample) for sample in range(first, last)] for first, last in itertools.pairwise(edges)]
         return [stack(rows or [padding_row(self._row, self._pad_id)], self._row) for rows in steps]
 
-    def _make_row(self, sample: int) -> Any:
+    def _make_row(self, sample: int) -> Row:
         """The row of one global sample."""
         number, own = self._mixture.locate(sample)
         try:
-            store, segments = self._stores[number], self._streams[number].segments(own)
-            return make_row(store, segments, self._row, self._pad_id, self._byte_lengths, sample)
-        except IntarsiaError:
-            raise
+            segments = self._streams[number].segments(own)
+            return make_row(self._stores[number], segments, self._row, self._pad_id, self._byte_lengths, sample)
         except Exception as error:
-            raise PluginError(
-                f"{self.names[number]}: sample {own} (global sample {sample}) cannot be made: {type(error).__name__}: {error}"
-            ) from error
+            what = f"{self.names[number]}: sample {own} (global sample {sample}) cannot be made"
+            raise PluginError(f"{what}: {type(error).__name__}: {error}") from error
 
-    def reset(self) -> None:
-        """Back to the first sample: evaluation sees the same batches each time."""
-        self._seek(0, 0)
-
-    def _seek(self, samples: int, steps: int) -> None:
-        """Set the position; what was prepared for another one is thrown away."""
+    def reset(self, samples: int = 0, steps: int = 0) -> None:
+        """Set the position, by default to the first sample: evaluation sees the same batches each time. Drops what was prepared for another one."""
         self.close()
         self.samples, self.steps = samples, steps
 
     def close(self) -> None:
         """End the background thread. The loader may be used again."""
-        if self._producer is not None:
-            self._producer.close()
-            self._producer = None
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._pool = None
+        self._pending.clear()
 
     def state(self) -> list[StateItem]:
         """One replicated item: samples delivered, steps, and what the order of samples depends on. Prepared batches do not count."""
@@ -237,10 +186,7 @@ class Loader:
                 "data/position is missing from the checkpoint: it is not known which samples were seen. Start a new run from its weights."
             )
         value = values["position"]
-        try:
-            samples, steps, saved = int(value["samples"]), int(value["steps"]), dict(value["settings"])
-        except (TypeError, KeyError, ValueError) as error:
-            raise CheckpointError(f"data/position in the checkpoint cannot be understood: {error!r}.") from error
+        samples, steps, saved = value["samples"], value["steps"], value["settings"]
         names = [name for name in dict.fromkeys([*saved, *self._settings]) if saved.get(name) != self._settings.get(name)]
         if names:
             lines = "\n".join(
@@ -249,9 +195,9 @@ class Loader:
             raise UsageError(
                 f"The position in the data cannot be taken up, since the data or its order has changed:\n{lines}\nRestore it, or start a new run from the checkpoint's weights."
             )
-        if samples < 0 or (self.total is not None and samples > self.total):
+        if self.total is not None and samples > self.total:
             raise UsageError(f"The checkpoint has seen {samples} samples but the data now ends after {self.total}. Raise data.epochs.")
-        self._seek(samples, steps)
+        self.reset(samples, steps)
 
     def facts(self) -> dict[str, Any]:
         """What there is and what was given out so far, as JSON: documents, tokens and bytes of this split, for each source its asked and realised share."""
@@ -273,43 +219,3 @@ class Loader:
             "bytes_per_token": sum(source["bytes_per_token"] * source["tokens"] for source in sources) / tokens,
             "fingerprint": f"{key_of(sorted(self._settings.items())):016x}", "samples_seen": self.samples, "sources": sources,
         }  # fmt: skip
-
-
-class _Producer:
-    """A thread that makes steps ahead, at most `depth` of them."""
-
-    def __init__(self, loader: Loader, position: int, depth: int):
-        self._queue: queue.Queue[list[Batch] | BaseException] = queue.Queue(maxsize=depth)
-        self._stop = threading.Event()
-        self._loader, self._position = loader, position
-        self._thread = threading.Thread(target=self._run, name="intarsia-data", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.is_set() and (self._loader.total is None or self._position < self._loader.total):
-            try:
-                item: list[Batch] | BaseException = self._loader.make_step(self._position)
-                self._position = self._loader._after(self._position)
-            except BaseException as error:
-                item = error
-            while not self._stop.is_set():
-                try:
-                    self._queue.put(item, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
-            if isinstance(item, BaseException):
-                return
-
-    def take(self) -> list[Batch]:
-        """The next step's batches, or the error that ended the thread (again at each call)."""
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            self._queue.put(item)
-            raise item
-        return item
-
-    def close(self) -> None:
-        """Stop and join the thread."""
-        self._stop.set()
-        self._thread.join()

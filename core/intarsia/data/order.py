@@ -43,8 +43,6 @@ def split(store: TokenStore, held_out: float, name: str) -> tuple[numpy.ndarray,
     documents = numpy.flatnonzero(numpy.diff(store.offsets))
     if not len(documents):
         raise UsageError(f"{name}: the data set is empty: {store.documents} documents, none with any text.")
-    if not 0 <= held_out < 1:
-        raise UsageError(f"data.held_out={held_out} must be a share: at least 0 and below 1.")
     if not held_out:
         return documents, documents[:0]
     count = max(1, round(held_out * len(documents)))
@@ -91,7 +89,9 @@ class Stream:
         """What sample `sample` is made of; fewer than a row's tokens only for a short document of its own or at the end of the last epoch."""
         if self._one_per_row:
             epoch, number = divmod(sample, len(self._documents))
-            return self._part(epoch, *self._borders(epoch, number))
+            document = self._order(epoch)[0][number : number + 1]
+            offset = self.store.offsets[document]
+            return Segments(offset, numpy.minimum(self.store.offsets[document + 1] - offset, self._row), document)
         position, parts = sample * self._row, []
         left = self._row if self._epochs is None else min(self._row, self._epochs * self.tokens - position)
         while left > 0:
@@ -100,11 +100,6 @@ class Stream:
             parts.append(self._part(epoch, offset, offset + taken))
             position, left = position + taken, left - taken
         return Segments(*(numpy.concatenate(columns) for columns in zip(*((p.begin, p.length, p.document) for p in parts), strict=True)))
-
-    def _borders(self, epoch: int, number: int) -> tuple[int, int]:
-        """Where document `number` of the epoch's order begins and ends in the epoch's tokens."""
-        ends = self._order(epoch)[1]
-        return int(ends[number - 1]) if number else 0, int(ends[number])
 
     def _part(self, epoch: int, start: int, stop: int) -> Segments:
         """Tokens `start` to `stop` of an epoch, cut at the documents' borders. O(log documents)."""
@@ -115,13 +110,12 @@ class Stream:
         begin = numpy.maximum(offset, start)
         return Segments(self.store.offsets[document] + (begin - offset), numpy.minimum(end, stop) - begin, document)
 
-    def consumed(self, samples: int) -> tuple[int, float]:
-        """Tokens in the first `samples` samples, and how many epochs that is."""
-        if not self._one_per_row:
-            tokens = samples * self._row if self._epochs is None else min(samples * self._row, self._epochs * self.tokens)
-            return tokens, tokens / self.tokens
-        epoch, number = divmod(samples, len(self._documents))
-        return epoch * self.tokens + (self._borders(epoch, number)[0] if number else 0), samples / len(self._documents)
+    def consumed(self, samples: int) -> tuple[float, float]:
+        """Tokens in the first `samples` samples (within an epoch of one_per_row: on average), and how many epochs that is."""
+        tokens = samples * self.tokens_per_sample
+        if self._epochs is not None:
+            tokens = min(tokens, self._epochs * self.tokens)
+        return tokens, tokens / self.tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -65,13 +64,12 @@ def open_store(source: DataSource, tokenizer: Tokenizer, name: str, cache: Path,
         with _lock(folder.with_suffix(".lock"), name, timeout_s):
             if (store := _opened(folder)) is not None:
                 return store
-            aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=cache))
-            try:
-                build(source, tokenizer, name, aside)
-                shutil.rmtree(folder, ignore_errors=True)
-                aside.rename(folder)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
+            aside = folder.with_suffix(".building")
+            for leftover in (aside, folder):  # of a process that was killed, or damaged
+                shutil.rmtree(leftover, ignore_errors=True)
+            aside.mkdir()
+            build(source, tokenizer, name, aside)
+            aside.rename(folder)
         return TokenStore(folder)
     except OSError as error:
         raise UsageError(
@@ -129,20 +127,20 @@ def tokenise(source: DataSource, tokenizer: Tokenizer, name: str, numbers: Seque
             encoded = dict(zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True))
     for number, document in zip(numbers, documents, strict=True):
         with _named(name, number, "cannot be encoded"):
-            raw, mask = (encoded[number], None) if number in encoded else _ids(document, tokenizer)
+            raw, mask, text = (encoded[number], None, texts[number]) if number in encoded else _ids(document, tokenizer)
             ids, trained = _framed(numpy.asarray(raw, dtype=numpy.int64), mask, tokenizer, frame_start=document.tokens is None)
-            size = _size(document, tokenizer)
+            size = len(text.encode())
         yield ids.astype(dtype), trained, size
 
 
-def _ids(document: Document, tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[bool] | None]:
-    """Ids of one document and their mask, None where all are trained on."""
+def _ids(document: Document, tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[bool] | None, str]:
+    """Ids of one document, their mask (None where all are trained on), and the text that they stand for."""
     if document.text is not None:
-        return tokenizer.encode(document.text), None
+        return tokenizer.encode(document.text), None, document.text
     if document.messages is not None:
-        return tokenizer.render(document.messages)
+        return *tokenizer.render(document.messages), "".join(message.content for message in document.messages)
     if document.tokens is not None:
-        return document.tokens, document.trained
+        return document.tokens, document.trained, tokenizer.decode(document.tokens)
     raise UsageError("it has neither text nor messages nor tokens")
 
 
@@ -163,15 +161,6 @@ def _framed(
     if tokenizer.eos_id is not None and ids[-1] != tokenizer.eos_id:
         ids, trained = numpy.concatenate([ids, [tokenizer.eos_id]]), numpy.concatenate([trained, trained[-1:]])
     return ids, trained
-
-
-def _size(document: Document, tokenizer: Tokenizer) -> int:
-    """Bytes of UTF-8 that a document stands for: what bits per byte divide by."""
-    if document.text is not None:
-        return len(document.text.encode())
-    if document.messages is not None:
-        return sum(len(message.content.encode()) for message in document.messages)
-    return len(tokenizer.decode(document.tokens or ()).encode())
 
 
 @contextlib.contextmanager
@@ -217,27 +206,19 @@ def _sync(file: IO[bytes]) -> None:
 def _lock(path: Path, name: str, timeout_s: float) -> Iterator[None]:
     """Hold a lock on `path`; the system releases it when the process ends, however it ends.
 
-    Errors: UsageError after `timeout_s`. Where the file system has no locks it goes on without one: the rename is atomic, so the price is
-    that several processes do the same work.
+    Errors: UsageError after `timeout_s`; OSError where the file system has no locks.
     """
-    begun = reported = time.monotonic()
+    begun = time.monotonic()
     with open(path, "w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                now = time.monotonic()
-            except OSError as error:
-                log.warning("%s: %s cannot be locked (%s); going on without a lock", name, path, error)
-                break
-            if now - begun > timeout_s:
-                raise UsageError(
-                    f"{name}: another process has been building its token store for {timeout_s:.0f} s. Look for a process that "
-                    f"holds {path}, or set data.cache to another folder."
-                )
-            if now - reported > REPORT_EVERY_S:
-                reported = now
-                log.info("%s: waiting for another process that tokenises it (%.0f s)", name, now - begun)
-            time.sleep(0.05)
+                if time.monotonic() - begun > timeout_s:
+                    raise UsageError(
+                        f"{name}: another process has been building its token store for {timeout_s:.0f} s. Look for a process that "
+                        f"holds {path}, or set data.cache to another folder."
+                    ) from None
+                time.sleep(0.05)
         yield
