@@ -46,6 +46,9 @@ class TrainCommand:
         if arguments.recipe and "=" in arguments.recipe:  # `train --resume DIR train.steps=200`
             arguments.overrides.insert(0, arguments.recipe)
             arguments.recipe = None
+        if arguments.resume and "=" in arguments.resume and not Path(arguments.resume).exists():  # `train RECIPE --resume train.steps=200`
+            arguments.overrides.insert(0, arguments.resume)
+            arguments.resume = ""
         directory, resuming = _directory(arguments), arguments.resume is not None
         resolved = _resolve(arguments, directory)
         if resuming and directory is None:

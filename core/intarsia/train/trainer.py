@@ -110,9 +110,11 @@ class Trainer:
         self._signals = StopSignals()
         self._failure: CheckpointError | None = None
         self._saved_step = self._evaluated_step = -1
+        self._durable_step: int | None = None
         self._window: list[StepSummary] = []
         self._peak_flops = devices.peak_flops(device, self._recipe.precision.compute)
         self._facts: dict[str, Any] = {}
+        self._error: dict[str, str] | None = None
 
     def run_all(self) -> Run:
         """Everything between the claimed directory and its release."""
@@ -129,13 +131,19 @@ class Trainer:
             self._report_failure(error)
             raise
         finally:
+            self._close_parts()
             built.hooks.after_run(run=run, outcome=outcome)
             self._warn_of_hooks()
-            latest = self._saved_step if self._saved_step >= 0 else None
-            built.event(
-                "run_end", outcome=outcome, step=run.step, reason=run.stop_reason, checkpoint_step=latest, tokens_total=self._tokens()
-            )
-            self._close()
+            fields = {
+                "reason": run.stop_reason,
+                "checkpoint_step": self._durable_step,
+                "tokens_total": self._tokens(),
+                "error": self._error,
+            }
+            built.event("run_end", outcome=outcome, step=run.step, **fields)
+            self._display.close()
+            if built.events is not None:
+                built.events.close()
         if outcome == "stopped":
             raise StoppedWithCheckpoint(self._stopped_text())
         return run
@@ -150,10 +158,11 @@ class Trainer:
             events.add_sink(self._request.plugins.entry_of(config).full_name, sink)
 
     def _set_up(self) -> None:
-        built, resolved = self._built, self._request.resolved
+        built = self._built
         self._facts = self._make_facts()
         built.event("run_start", **self._start_facts())
-        self._write_files()
+        if not self._request.resume:  # A resume that is refused must leave the files as they are.
+            self._write_files()
         if self._request.show and built.events is not None:
             self._display.line(f"run directory {self._directory.path}")
         built.hooks.before_run(run=built.run)
@@ -163,8 +172,7 @@ class Trainer:
         if self._request.resume:
             self._resume()
         built.random.restore(built.run.step)
-        if built.events is not None:
-            self._directory.write(RESOLVED, resolved.resolved_json())
+        self._write_files()
 
     def _make_facts(self) -> dict[str, Any]:
         values = {path: entry["value"] for path, entry in self._request.resolved.resolved_json()["values"].items()}
@@ -208,7 +216,7 @@ class Trainer:
         for warning in resume.check(changes, self._request.allow_changes, latest.location):
             built.warn(warning)
         step = manager.load(latest, built.components)
-        self._saved_step = step
+        self._saved_step = self._durable_step = step
         if built.random.rederived:
             built.warn("The random generators were saved on another mesh: their state is derived anew from seed, rank and step.")
         built.event("resume", step=step, location=latest.location, changes=[dataclasses.asdict(change) for change in changes])
@@ -298,6 +306,7 @@ class Trainer:
         )
 
     def _durable(self, step: int, location: str) -> None:
+        self._durable_step = step
         self._built.event("checkpoint", step=step, location=location)
         self._built.hooks.after_checkpoint(run=self._built.run, step=step, location=location)
 
@@ -317,8 +326,6 @@ class Trainer:
             self._save()
         if not stopped:
             self._evaluate()
-        if self._failure is not None:
-            built.manager.close(abandon=built.world.size > 1)
         failures = built.world.gather_json(str(self._failure) if self._failure else None, what="failed checkpoints")
         if any(failures):
             self._raise_failure(failures)
@@ -340,21 +347,18 @@ class Trainer:
         return f"{run.stop_reason}: the run stopped after step {run.step} of {self._recipe.train.steps}; {how}."
 
     def _report_failure(self, error: BaseException) -> None:
-        built = self._built
-        if isinstance(error, Exception | KeyboardInterrupt):
-            built.event("warning", message=f"The run failed: {type(error).__name__}: {error}", error=type(error).__name__)
-            built.hooks.on_run_error(run=built.run, error=error)
+        self._error = {"type": type(error).__name__, "message": str(error)}
+        self._built.hooks.on_run_error(run=self._built.run, error=error)
 
-    def _close(self) -> None:
+    def _close_parts(self) -> None:
+        """Threads end here; saves under way are finished where every rank is still there to do so."""
         built = self._built
-        for part in (built.loader if hasattr(built, "loader") else None, built.evaluation):
-            if part is not None:
-                part.close()
+        for loader in (getattr(built, "loader", None), built.evaluation):
+            if loader is not None:
+                loader.close()
         if hasattr(built, "manager"):
             try:
-                built.manager.close(abandon=self._failure is not None)
+                built.manager.close(abandon=self._error is not None and built.world.size > 1)
             except IntarsiaError as error:
-                logger.error("%s", error)
-        self._display.close()
-        if built.events is not None:
-            built.events.close()
+                if self._error is None or self._error["message"] != str(error):
+                    logger.error("%s", error)
