@@ -109,7 +109,7 @@ def test_every_doubled_key(plugins, name, extra, paths, tmp_path):
     base = resolve(name, extra, plugins=plugins)
     text = json.dumps(base.recipe_json())
     for path in paths:
-        with pytest.raises(UsageError, match="different values"):
+        with pytest.raises(UsageError, match="to a different value"):
             resolve(name, [f"{path}=1", f"{path}=2"], plugins=plugins)
         key = json.dumps(path) + ": "
         assert text.count(key) == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from intarsia.config import shapes
-from intarsia.config.recipe import DataConfig, Recipe
-from intarsia.errors import IntarsiaError, did_you_mean
+from intarsia.config.recipe import DataConfig, ParameterGroup, Recipe
+from intarsia.errors import did_you_mean
 from intarsia.plugins import Plugins
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -45,109 +46,93 @@ AT_LEAST = {
     "model.dim": 1,
     "model.max_positions": 1,
     "schedule.warmup_steps": 0,
+    "optimizer.lr": 0,
+    "optimizer.weight_decay": 0,
 }
+INFINITE = float("inf")
 
 
 def check(recipe: Recipe, plugins: Plugins | None = None) -> list[str]:
     """Every contradiction in the recipe, in words with the numbers; empty when there is none. Stability: provisional."""
-    problems = [*_ranges(recipe), *_choices(recipe), *_batches(recipe), *_data(recipe.data), *_optimizer(recipe), *_names(recipe)]
-    return problems + (_extensions(recipe, plugins) if plugins else [])
+    found = [*_values(recipe), *_rules(recipe), *_data(recipe.data)]
+    for index, group in enumerate(recipe.parameter_groups):
+        found += _group(recipe, index, group)
+    return found + ([] if plugins is None else list(_extensions(recipe, plugins)))
 
 
-def _value(recipe: Recipe, path: str) -> Any:
-    value: Any = recipe
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _ranges(recipe: Recipe) -> Iterator[str]:
+def _values(recipe: Recipe) -> Iterator[str]:
     for path, least in AT_LEAST.items():
-        value = _value(recipe, path)
-        if value is not None and value < least:
-            yield f"`{path}` must be at least {least}, and is {value}."
-    if recipe.mesh.dp_shard < 1 and recipe.mesh.dp_shard != -1:
-        yield f"`mesh.dp_shard` must be at least 1, or -1 for all ranks that are left, and is {recipe.mesh.dp_shard}."
-    for path, positive in (("train.clip_norm", recipe.train.clip_norm), ("train.clip_norm_type", recipe.train.clip_norm_type)):
-        if positive is not None and not positive > 0:
-            yield f"`{path}` must be greater than 0, and is {positive}."
-    for path, value in (("optimizer.lr", recipe.optimizer.lr), ("optimizer.weight_decay", recipe.optimizer.weight_decay)):
-        if not 0 <= value < float("inf"):
-            yield f"`{path}` must be a finite number of at least 0, and is {value}."
-
-
-def _choices(recipe: Recipe) -> Iterator[str]:
+        value: Any = functools.reduce(getattr, path.split("."), recipe)
+        if value is not None and not least <= value < INFINITE:
+            yield f"`{path}` must be finite and at least {least}, and is {value}."
     for path, known in CHOICES.items():
-        if _value(recipe, path) not in known:
-            yield f"`{path}` must be one of {', '.join(known)}, and is {_value(recipe, path)!r}. {did_you_mean(_value(recipe, path), known)}"
+        value = functools.reduce(getattr, path.split("."), recipe)
+        if value not in known:
+            yield f"`{path}` must be one of {', '.join(known)}, and is {value!r}. {did_you_mean(value, known)}"
 
 
-def _batches(recipe: Recipe) -> Iterator[str]:
-    train, positions = recipe.train, recipe.model.max_positions
-    if train.sequence_length > positions:
-        yield (
+def _rules(recipe: Recipe) -> list[str]:
+    train, positions, name = recipe.train, recipe.model.max_positions, recipe.name
+    bad_name = not name or set(name) & set('\\:*?"<>|\0') or name.startswith(("/", ".")) or ".." in name.split("/")
+    wrong_steps = [step for step in recipe.profile.steps if not 0 <= step < train.steps]
+    rules = (
+        (
+            recipe.mesh.dp_shard < 1 and recipe.mesh.dp_shard != -1,
+            f"`mesh.dp_shard` must be at least 1, or -1 for all ranks that are left, and is {recipe.mesh.dp_shard}.",
+        ),
+        (
+            train.clip_norm is not None and not train.clip_norm > 0,
+            f"`train.clip_norm` must be greater than 0 (none: do not clip), and is {train.clip_norm}.",
+        ),
+        (not train.clip_norm_type > 0, f"`train.clip_norm_type` must be greater than 0, and is {train.clip_norm_type}."),
+        (
+            train.sequence_length > positions,
             f"`train.sequence_length` is {train.sequence_length}, but the model has only {positions} positions (`model.max_positions`): "
-            "shorten the one or raise the other."
-        )
-    if train.micro_batch > train.global_batch:
-        yield (
+            "shorten the one or raise the other.",
+        ),
+        (
+            train.micro_batch > train.global_batch,
             f"`train.micro_batch` is {train.micro_batch} rows, more than the {train.global_batch} of a whole step (`train.global_batch`): "
-            "raise the one or lower the other."
-        )
+            "lower the one or raise the other.",
+        ),
+        (bad_name, f"`name` becomes part of a directory's name, and {name!r} cannot: use letters, digits, `-`, `_`, `.` and `/`."),
+        (
+            wrong_steps,
+            f"`profile.steps` holds {wrong_steps[:1]}, but steps count from 0 and the run ends after step {train.steps - 1} (`train.steps`).",
+        ),
+    )
+    return [text for broken, text in rules if broken]
 
 
 def _data(data: DataConfig) -> Iterator[str]:
     if not data.mixture:
         yield "`data.mixture` is empty: name a source, `data.mixture.0.source=NAME`."
-    for name in ("mixture", "evaluation"):
-        for index, part in enumerate(getattr(data, name)):
-            if not 0 < part.weight < float("inf"):
-                yield f"`data.{name}.{index}.weight` must be a finite number greater than 0, and is {part.weight}."
+    for name, parts in (("mixture", data.mixture), ("evaluation", data.evaluation)):
+        wrong = [(index, part.weight) for index, part in enumerate(parts) if not 0 < part.weight < INFINITE]
+        yield from (f"`data.{name}.{index}.weight` must be finite and greater than 0, and is {weight}." for index, weight in wrong)
     if not 0 <= data.held_out < 1:
         yield f"`data.held_out` is a share of at least 0 and less than 1, and is {data.held_out}."
 
 
-def _optimizer(recipe: Recipe) -> Iterator[str]:
-    fields = {field.logical_name: field for field in type(recipe.optimizer).__chz_fields__.values()}  # type: ignore[attr-defined]
-    names = [group.name for group in recipe.parameter_groups]
-    for index, group in enumerate(recipe.parameter_groups):
-        path = f"parameter_groups.{index}"
-        if group.name == "default":
-            yield f"`{path}.name` is 'default', which is the name of the group of all other parameters."
-        if names.index(group.name) < index:
-            yield f"`{path}.name` is {group.name!r}, as is `parameter_groups.{names.index(group.name)}.name`: names must differ."
-        if not group.match:
-            yield f"`{path}.match` is empty: give at least one glob on parameter names."
-        for option, value in group.options.items():
-            if option not in fields:
-                yield f"`{path}.options.{option}`: {type(recipe.optimizer).__name__} has no field {option!r}. {did_you_mean(option, fields)}"
-                continue
-            shape = shapes.shape_of(fields[option].x_type, option)
-            try:
-                assert isinstance(shape, shapes.Leaf), "is no plain value and cannot differ between groups"
-                shapes.check(value, shape)
-            except (AssertionError, ValueError) as error:
-                yield f"`{path}.options.{option}`: {error}."
-
-
-def _names(recipe: Recipe) -> Iterator[str]:
-    if not recipe.name or set(recipe.name) & set('\\:*?"<>|\0') or recipe.name.startswith(("/", ".")) or ".." in recipe.name.split("/"):
-        yield f"`name` becomes part of a directory's name: {recipe.name!r} cannot. Use letters, digits, `-`, `_`, `.` and `/`."
-    if negative := [step for step in recipe.profile.steps if step < 0]:
-        yield f"`profile.steps` counts from 0, and holds {negative[0]}."
-    late = [step for step in recipe.profile.steps if step >= recipe.train.steps]
-    if late:
-        yield f"`profile.steps` holds {late[0]}, but the run ends after step {recipe.train.steps - 1} (`train.steps` is {recipe.train.steps})."
-
-
-def _extensions(recipe: Recipe, plugins: Plugins) -> list[str]:
-    problems = []
-    for key, value in recipe.extensions.items():
+def _group(recipe: Recipe, index: int, group: ParameterGroup) -> Iterator[str]:
+    path, optimizer = f"parameter_groups.{index}", type(recipe.optimizer)
+    fields = {field.logical_name: shapes.shape_of(field.x_type, optimizer.__name__) for field in optimizer.__chz_fields__.values()}  # type: ignore[attr-defined]
+    if group.name in ("default", *(earlier.name for earlier in recipe.parameter_groups[:index])):
+        yield f"`{path}.name` is {group.name!r}, as is an earlier group's or that of all other parameters (`default`): names must differ."
+    if not group.match:
+        yield f"`{path}.match` is empty: give at least one glob on parameter names."
+    for option, value in group.options.items():
+        shape = fields.get(option)
         try:
-            entry = plugins.entry_of(value)
-        except IntarsiaError as error:
-            problems.append(f"`extensions.{key}`: {error}")
-            continue
+            if not isinstance(shape, shapes.Leaf):
+                raise ValueError(f"{optimizer.__name__} has no plain field {option!r}. {did_you_mean(option, fields)}")
+            shapes.check(value, shape)
+        except ValueError as error:
+            yield f"`{path}.options.{option}`: {error}"
+
+
+def _extensions(recipe: Recipe, plugins: Plugins) -> Iterator[str]:
+    for key, value in recipe.extensions.items():
+        entry = plugins.entry_of(value)
         if key not in (entry.name, entry.full_name):
-            problems.append(f"`extensions.{key}` holds the section of {entry.full_name}; its key must be {entry.name!r}.")
-    return problems
+            yield f"`extensions.{key}` holds the section of {entry.full_name}; its key must be {entry.name!r}."

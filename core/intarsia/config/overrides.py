@@ -7,49 +7,47 @@ wildcards beats a glob; of two globs that meet, the later one wins.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from chz.util import MISSING
 
 from intarsia.config import shapes
-from intarsia.config.paths import SPREAD, Matcher, folded, join, matcher, matches, split, unquote
+from intarsia.config.paths import Matcher, folded, join, matcher, matches, split, unquote
 from intarsia.config.recipe import Recipe
 from intarsia.config.shapes import Leaf, Many, Node, Table
-from intarsia.config.tree import ROOT, Branch, Schema, Slot, together
+from intarsia.config.tree import ROOT, Branch, Dropped, Schema, Slot, together
 from intarsia.errors import IntarsiaError, UsageError, did_you_mean, nearest
 
-COMMAND_LINE = "command line"
-
-
-@dataclasses.dataclass(frozen=True)
-class Dropped:
-    """A value that vanished because the entry above it was replaced."""
-
-    path: str
-    value: Any
-    source: str
-    by: str
+_ASSIGNMENT = re.compile(r'((?:"(?:[^"\\]|\\.)*"|[^="])+)=(.*)', re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-    """One `path=value` as given."""
+    """One `path=value` as given: `written` are the segments as they stand there, `pattern` what they accept."""
 
     text: str
+    path: str
     written: tuple[str, ...]
     pattern: tuple[Matcher, ...]
     value: str
 
     @property
-    def source(self) -> str:
-        """Who set it, for provenance: a glob is named, since its text is not the path."""
-        return COMMAND_LINE if self.exact else f"{COMMAND_LINE} ({_partition(self.text)[0]})"
-
-    @property
     def exact(self) -> bool:
         """Whether it names one path."""
         return all(isinstance(accepted, str) for accepted in self.pattern)
+
+    @property
+    def source(self) -> str:
+        """Who set it, for provenance: a glob is named, since it is not the path."""
+        return "command line" if self.exact else f"command line ({self.path})"
+
+    def hits(self, slot: Slot) -> bool:
+        """Whether it names this place. Beneath a mapping of plain values the last segment is a key and no glob (`kernels.*`)."""
+        if slot.is_key and len(self.pattern) > 1 and isinstance(self.pattern[-2], str):
+            return unquote(self.written[-1]) == slot.segments[-1] and matches(self.pattern[:-1], slot.segments[:-1])
+        return matches(self.pattern, slot.segments)
 
 
 def read(texts: Sequence[str]) -> list[Override]:
@@ -57,31 +55,20 @@ def read(texts: Sequence[str]) -> list[Override]:
     overrides: dict[tuple[str, ...], Override] = {}
     problems = []
     for text in texts:
-        path, equals, value = _partition(text)
-        if not equals or not path:
-            problems.append(f"{text!r} is not PATH=VALUE (for example `optimizer.lr=0.01`); a transform is chosen by `--with NAME`")
-            continue
         try:
-            written = tuple(split(path.strip()))
+            parts = _ASSIGNMENT.fullmatch(text)
+            if not parts:
+                raise ValueError("it is not PATH=VALUE (for example `optimizer.lr=0.01`); a transform is chosen by `--with NAME`")
+            written = tuple(split(parts[1].strip()))
+            new = Override(text, parts[1].strip(), written, tuple(map(matcher, written)), parts[2])
+            old = overrides.setdefault(written, new)
+            if old.value != new.value:
+                raise ValueError(f"it sets the same path as {old.text!r} to a different value; give it once")
         except ValueError as error:
             problems.append(f"{text!r}: {error}")
-            continue
-        new = Override(text, written, tuple(matcher(segment) for segment in written), value)
-        old = overrides.setdefault(written, new)
-        if old.value != value:
-            problems.append(f"{old.text!r} and {text!r} set the same path to different values; give it once")
     if problems:
         raise UsageError(together("The command line", problems))
     return list(overrides.values())
-
-
-def _partition(text: str) -> tuple[str, str, str]:
-    quoted = False
-    for position, character in enumerate(text):
-        quoted ^= character == '"'
-        if character == "=" and not quoted:
-            return text[:position], "=", text[position + 1 :]
-    return text, "", ""
 
 
 def apply(root: Branch, overrides: Sequence[Override], schema: Schema) -> list[Dropped]:
@@ -104,186 +91,118 @@ class _Application:
         self.used: set[str] = set()
         self.exact: set[str] = set()
 
-    def slots(self) -> list[Slot]:
-        return list(self.schema.slots(self.root, Recipe))
-
     def choose(self, overrides: Sequence[Override]) -> None:
         """Apply what changes which places exist, shallowest first, until nothing is left of it."""
-        done: set[tuple[str, str]] = set()
+        done: set[tuple[str, str, str]] = set()
         while True:
-            slots = [slot for slot in self.slots() if not isinstance(slot.shape, Leaf)]
-            found: list[tuple[Override, Slot, str | None]] = []
-            for override in overrides:
-                found += [(override, slot, None) for slot in slots if matches(override.pattern, slot.segments)]
-                found += [(override, *growth) for growth in self._growths(override, slots)]
-            found = [hit for hit in found if (hit[0].text, join(hit[1].path, hit[2] or "-")) not in done]
+            slots = [slot for slot in self.schema.slots(self.root, Recipe) if not isinstance(slot.shape, Leaf)]
+            found = [(override, slot, "") for override in overrides for slot in slots if override.hits(slot)]
+            found += [(override, *growth) for override in overrides for growth in self._growths(override, slots)]
+            found = [hit for hit in found if (hit[0].text, hit[1].path, hit[2]) not in done]
             if not found:
                 return
-            found.sort(key=lambda hit: int(hit[2]) if (hit[2] or "").isdecimal() else -1)
-            depth = min(len(slot.segments) + (key is not None) for _, slot, key in found)
-            for override, slot, key in found:
-                if len(slot.segments) + (key is not None) == depth:
-                    done.add((override.text, join(slot.path, key or "-")))
-                    self._guarded(override, slot, key)
+            depth = min(len(slot.segments) + bool(key) for _, slot, key in found)
+            found = [(override, slot, key) for override, slot, key in found if len(slot.segments) + bool(key) == depth]
+            done |= {(override.text, slot.path, key) for override, slot, key in found}
+            for override, slot, key in sorted(found, key=lambda hit: int(hit[2]) if hit[2].isdecimal() else -1):
+                try:
+                    self._change(override, slot, key)
+                except (IntarsiaError, ValueError) as error:
+                    self.used.add(override.text)
+                    self.problems.append(f"{override.text!r}: {error}")
 
     def _growths(self, override: Override, slots: list[Slot]) -> list[tuple[Slot, str]]:
-        """Items that the override would add: (tuple, mapping of nodes or absent optional node; the key to add)."""
+        """What the override would add: (tuple or mapping; the new key), or (an absent optional core node; its field)."""
         growths = []
         for length in range(1, len(override.written)):
-            key = override.pattern[length]
-            if not isinstance(key, str) or not isinstance(override.pattern[length - 1], str):
+            if not isinstance(override.pattern[length - 1], str):
                 continue
             for slot in slots:
-                children = slot.branch.children if slot.branch else {}
-                grows = isinstance(slot.shape, Many) or (isinstance(slot.shape, Table) and isinstance(slot.shape.item, Node))
+                leaves = isinstance(slot.shape, Table) and isinstance(slot.shape.item, Leaf)
+                fits = isinstance(override.pattern[length], str) or (leaves and length + 1 == len(override.written))
                 absent = isinstance(slot.shape, Node) and slot.node is None and self.schema.is_plain(slot.shape)
-                if (absent or (grows and key not in children)) and matches(override.pattern[:length], slot.segments):
+                key = unquote(override.written[length])
+                lacks = not isinstance(slot.shape, Node) and (slot.branch is None or key not in slot.branch.children)
+                if fits and (absent or lacks) and matches(override.pattern[:length], slot.segments):
                     growths.append((slot, key))
         return growths
 
-    def _guarded(self, override: Override, slot: Slot, key: str | None) -> None:
-        try:
-            if key is not None:
-                self._add(override, slot, key)
-                return
-            self.used.add(override.text)
-            if slot.path not in self.exact or override.exact:
-                self._replace(override, slot)
-                self.exact |= {slot.path} if override.exact else set()
-        except (IntarsiaError, ValueError) as error:
-            self.used.add(override.text)
-            self.problems.append(f"{override.text!r}: {error}")
+    def _change(self, override: Override, slot: Slot, key: str) -> None:
+        branch = slot.parent.children.setdefault(slot.segments[-1], Branch(MISSING, override.source))
+        if key:
+            return self._add(override, slot, key, branch)
+        self.used.add(override.text)
+        if slot.path not in self.exact or override.exact:
+            before = dict(branch.children)
+            self.schema.put(branch, slot.shape, slot.path, _meaning(override.value, slot), override.source)
+            gone = [child for name, child in before.items() if branch.children.get(name) is not child]
+            paths = {id(child): join(slot.path, name) for name, child in before.items()}
+            self.dropped += [
+                Dropped(path, old.value, old.source, override.text) for child in gone for path, old in child.flat(paths[id(child)])
+            ]
+            self.exact |= {slot.path} if override.exact else set()
+        return None
 
-    def _add(self, override: Override, slot: Slot, key: str) -> None:
-        branch = slot.parent.children.setdefault(slot.segments[-1], Branch([], override.source))
+    def _add(self, override: Override, slot: Slot, key: str, branch: Branch) -> None:
         if isinstance(slot.shape, Node):
             branch.value, branch.source = MISSING, override.source
-            self.schema.seed(branch, slot.shape.declared, slot.path)
-            return
+            return self.schema.seed(branch, slot.shape.declared, slot.path)
         assert not isinstance(slot.shape, Leaf)
-        if key in branch.children:
-            return
-        item, count, path = slot.shape.item, len(branch.children), join(slot.path, key)
-        if isinstance(slot.shape, Many) and key != str(count):
-            raise ValueError(f"`{slot.path}` holds {count} so far, so the next one is `{join(slot.path, str(count))}`")
-        child = Branch(MISSING, override.source)
-        assert isinstance(item, Node)
-        if self.schema.is_plain(item):
-            self.schema.seed(child, item.declared, path)
-        elif isinstance(slot.shape, Table) and len(override.written) > len(slot.segments) + 1:
-            child.value, node = self.schema.choose(key, item, path)
-            self.schema.seed(child, node, path)
+        item, path = slot.shape.item, join(slot.path, key)
+        if isinstance(slot.shape, Many) and key not in (str(len(branch.children)), *branch.children):
+            raise ValueError(
+                f"`{slot.path}` holds {len(branch.children)} so far, so the next one is `{join(slot.path, str(len(branch.children)))}`"
+            )
+        child = branch.children.setdefault(key, Branch(MISSING, override.source))
         branch.value = MISSING
-        branch.children[key] = child
-
-    def _replace(self, override: Override, slot: Slot) -> None:
-        branch = slot.parent.children.setdefault(slot.segments[-1], Branch(MISSING, override.source))
-        shape, text = slot.shape, override.value.strip()
-        if isinstance(shape, Node):
-            if text.lower() in ("none", "null") and shape.optional:
-                self._drop(branch, slot.path, override)
-                branch.value, branch.source = None, override.source
-                return
-            name, node = self.schema.choose(text, shape, slot.path)
-            if branch.value != name:
-                self._drop(branch, slot.path, override)
-                self.schema.seed(branch, node, slot.path)
-            branch.value, branch.source = name, override.source
-            return
-        assert not isinstance(shape, Leaf)
-        items = self._items(shape, text, slot.path)
-        self._drop(branch, slot.path, override)
-        branch.value = MISSING if items else [] if isinstance(shape, Many) else {}
-        branch.children, branch.source = items, override.source
-        for child in items.values():
-            child.source = override.source
-
-    def _items(self, shape: Many | Table, text: str, path: str) -> dict[str, Branch]:
-        """A whole tuple of nodes (names of entries) or mapping (a JSON object) from text."""
-        names = shapes.Leaf(rest=shapes.Leaf(frozenset({str})))
-        if isinstance(shape, Many):
-            given = {str(index): name for index, name in enumerate(shapes.parse(text, names))}
-        else:
-            given = shapes.read_object(text)
-        items = {}
-        for key, value in given.items():
-            items[key] = Branch(shapes.plain(shapes.check(value, shape.item))) if isinstance(shape.item, Leaf) else Branch()
-            if isinstance(shape.item, Node):
-                items[key].value, node = self.schema.choose(value, shape.item, join(path, key))
-                self.schema.seed(items[key], node, join(path, key))
-        return items
-
-    def _drop(self, branch: Branch, path: str, override: Override) -> None:
-        beneath = [entry for entry in branch.flat(path) if entry[0] != path]
-        self.dropped += [Dropped(key, gone.value, gone.source, override.text) for key, gone in beneath]
-        branch.children = {}
+        if isinstance(item, Node) and self.schema.is_plain(item) and not child.children:
+            self.schema.seed(child, item.declared, path)
+        elif isinstance(item, Node) and isinstance(slot.shape, Table) and len(override.written) > len(slot.segments) + 1:
+            self.schema.put(child, item, path, key, override.source)
+        return None
 
     def assign(self, overrides: Sequence[Override]) -> None:
         """Set plain values; globs first, so that exact paths beat them."""
-        slots = self.slots()
-        tables = [slot for slot in slots if isinstance(slot.shape, Table) and isinstance(slot.shape.item, Leaf)]
+        slots = list(self.schema.slots(self.root, Recipe))
         for override in sorted(overrides, key=lambda override: override.exact):
-            hits = [slot for slot in slots if isinstance(slot.shape, Leaf) and matches(override.pattern, slot.segments)]
-            if len(override.written) > 1 and isinstance(override.pattern[-2], str) and override.written[-1] != SPREAD:
-                key = unquote(override.written[-1])
-                beside = [table for table in tables if matches(override.pattern[:-1], table.segments)]
-                if beside:
-                    hits = [Slot(join(table.path, key), (*table.segments, key), table.shape.item, *self._row(table)) for table in beside]  # type: ignore[union-attr]
+            hits = [slot for slot in slots if isinstance(slot.shape, Leaf) and override.hits(slot)]
             for slot in hits:
-                self._set(override, slot)
+                try:
+                    branch = slot.parent.children.setdefault(slot.segments[-1], Branch())
+                    self.schema.put(branch, slot.shape, slot.path, _meaning(override.value, slot), override.source)
+                except ValueError as error:
+                    self.problems.append(f"`{slot.path}`: {error}" if override.exact else f"{override.text!r} at `{slot.path}`: {error}")
             if not hits and override.text not in self.used:
-                self.problems.append(f"{override.text!r}: {self.unmatched(override, slots)}")
+                self.problems.append(f"{override.text!r}: {self._unmatched(override, slots)}")
 
-    def _row(self, table: Slot) -> tuple[Branch, None]:
-        branch = table.parent.children.setdefault(table.segments[-1], Branch())
-        branch.value = MISSING
-        return branch, None
-
-    def _set(self, override: Override, slot: Slot) -> None:
-        assert isinstance(slot.shape, Leaf)
-        try:
-            value = shapes.plain(shapes.parse(override.value, slot.shape))
-        except ValueError as error:
-            self.problems.append(f"`{slot.path}`: {error}" if override.exact else f"{override.text!r} at `{slot.path}`: {error}")
-            return
-        branch = slot.parent.children.setdefault(slot.segments[-1], Branch())
-        branch.value, branch.source = value, override.source
-
-    # ------------------------------------------------------------ what nothing matched
-
-    def unmatched(self, override: Override, slots: list[Slot]) -> str:
+    def _unmatched(self, override: Override, slots: list[Slot]) -> str:
         """Why an override names no place, and what may have been meant."""
-        last, known = unquote(override.written[-1]), {slot.segments[-1] for slot in slots}
+        last, by_path = unquote(override.written[-1]), {slot.path: slot for slot in slots}
         elsewhere = list(dict.fromkeys(folded(slot.path) for slot in slots if slot.segments[-1] == last))
         places = f" `{last}` is at {', '.join(f'`{path}`' for path in elsewhere[:3])}." if elsewhere else ""
         if not override.exact:
-            return f"the glob matches nothing.{places or ' ' + did_you_mean(last, known)}"
-        return self._wrong_step(override, slots, places)
+            return f"the glob matches nothing.{places or ' ' + did_you_mean(last, {slot.segments[-1] for slot in slots})}"
+        at, shape, node = "", ROOT, Recipe
+        names = [unquote(segment) for segment in override.written]
+        while (path := join(at, names[0])) in by_path:
+            at, shape, node = path, by_path[path].shape, by_path[path].node  # type: ignore[assignment]
+            names.pop(0)
+        if not isinstance(shape, Node):
+            what = f"is one value ({shapes.describe(shape)})" if isinstance(shape, Leaf) else f"holds no {names[0]!r}"
+            return f"`{at}` {what}: nothing can be set beneath `{at if isinstance(shape, Leaf) else path}`."
+        if node is None:
+            return f"nothing stands at `{at}` yet: choose first, `{at}=NAME`, a {self.schema.kind(shape.declared)}."
+        close = [".".join([join(at, field), *names[1:]]) for field in nearest(names[0], self.schema.fields(node))]
+        whole = " or ".join(f"`{path}`" for path in close if path in by_path)
+        return f"there is no `{path}`. Did you mean {whole}?" if whole else self.schema.unknown_field(at, names[0], node, places)
 
-    def _wrong_step(self, override: Override, slots: list[Slot], places: str) -> str:
-        at, node, shape = "", Recipe, ROOT
-        by_path = {slot.path: slot for slot in slots}
-        for index, written in enumerate(override.written):
-            path = join(at, unquote(written))
-            if path in by_path:
-                at, node, shape = path, by_path[path].node, by_path[path].shape  # type: ignore[assignment]
-                continue
-            if isinstance(shape, Leaf):
-                return f"`{at}` is one value ({shapes.describe(shape)}), nothing can be set beneath it."
-            if isinstance(shape, Many):
-                return f"`{at}` is a tuple: {written!r} is no index of it."
-            if isinstance(shape, Table):
-                return f"`{at}` holds plain values by key, nothing can be set beneath `{path}`."
-            if node is None:
-                return f"nothing stands at `{at}` yet: choose first, `{at}=NAME`. {did_you_mean('', self._names(shape))}"
-            rest = [unquote(segment) for segment in override.written[index + 1 :]]
-            close = [".".join([join(at, field), *rest]) for field in nearest(unquote(written), self.schema.fields(node))]
-            whole = [path for path in close if path in by_path]
-            if whole:
-                return f"there is no `{path}`. Did you mean {' or '.join(f'`{hit}`' for hit in whole)}?"
-            return self.schema.unknown_field(at, unquote(written), node, places)
-        return "it names no place."
 
-    def _names(self, shape: Any) -> list[str]:
-        kind = self.schema.kind(shape.declared) if isinstance(shape, Node) else None
-        return self.schema.plugins.registry(kind).names() if kind else []
+def _meaning(text: str, slot: Slot) -> Any:
+    """The plain value that the text of an override means at a place."""
+    if isinstance(slot.shape, Leaf):
+        return shapes.parse(text, slot.shape)
+    if isinstance(slot.shape, Node):
+        return None if slot.shape.optional and text.strip().lower() in ("none", "null") else text.strip()
+    if isinstance(slot.shape, Many):
+        return dict(zip(map(str, range(len(text))), shapes.parse(text, shapes.NAMES), strict=False))
+    return shapes.read_object(text)

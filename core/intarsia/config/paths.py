@@ -1,4 +1,4 @@
-"""Paths of values in a recipe: `data.mixture.0.weight`, `kernels."odd.key"`, and the globs that choose many.
+"""Paths of values in a recipe: `data.mixture.0.weight`, `kernels."odd key"`, and the globs that choose many.
 
 A segment is a field's name, an index or a mapping's key; a key that is not made of letters, digits and `_ * : / + @ -` is written as a JSON
 string. In a glob `*` and `?` match within one segment, `{0,3}` one of several, `0-31` an index in a range, and `...` (or `**`) any number of segments.
@@ -12,43 +12,26 @@ from collections.abc import Sequence
 
 SPREAD = "**"
 _PLAIN = re.compile(r"[\w*:/+@-]+")
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\{[^{}]*\}|[^."{}]+')
+_SEGMENT = r'(?:"(?:[^"\\]|\\.)*"|(?:\{[^{}]*\}|[^."{}])+)'
+_PATH = re.compile(rf"\.{{3,}}|(?:\.{{3,}})?{_SEGMENT}(?:(?:\.{{3,}}|\.){_SEGMENT})*(?:\.{{3,}})?")
+_TOKEN = re.compile(rf"{_SEGMENT}|\.{{3,}}")
+_RANGE = re.compile(r"(\d+)-(\d+)")
+_WILD = {"*": ".*", "?": "."}
 Matcher = str | re.Pattern[str] | None
 """What one segment of a glob accepts: itself, a pattern, or (None) any number of segments."""
 
 
 def join(parent: str, segment: str) -> str:
     """The path of `segment` beneath `parent` (empty: the recipe itself)."""
-    if not _PLAIN.fullmatch(segment) or segment == SPREAD:
-        segment = json.dumps(segment)
-    return f"{parent}.{segment}" if parent else segment
+    written = segment if _PLAIN.fullmatch(segment) and segment != SPREAD else json.dumps(segment)
+    return f"{parent}.{written}" if parent else written
 
 
 def split(path: str) -> list[str]:
     """The segments of a path or glob as written, `...` as `**`. Raises ValueError where it is malformed."""
-    if '"' not in path and "{" not in path:
-        tokens = re.sub(r"\.{3,}", f".{SPREAD}.", path).removeprefix(".").removesuffix(".") if "..." in path else path
-        segments = tokens.split(".")
-        if not all(segments):
-            raise ValueError(f"`{path}` has an empty part")
-        return segments
-    segments, position = [], 0
-    while position < len(path):
-        if path.startswith("...", position):
-            segments.append(SPREAD)
-            position += 3
-            continue
-        token = ""
-        while match := _TOKEN.match(path, position):
-            token, position = token + match.group(), match.end()
-            if match.group().startswith('"'):
-                break
-        separated = position == len(path) or path.startswith("...", position) or path[position] == "."
-        if not token or not separated:
-            raise ValueError(f"`{path}` cannot be read at character {position + 1}")
-        segments.append(token)
-        position += not path.startswith("...", position)
-    return segments
+    if not _PATH.fullmatch(path):
+        raise ValueError(f'`{path}` is no path: write names with one `.` between them, odd keys as "key"')
+    return [SPREAD if token.startswith("...") else token for token in _TOKEN.findall(path)]
 
 
 def unquote(segment: str) -> str:
@@ -60,19 +43,18 @@ def matcher(segment: str) -> Matcher:
     """What a glob's segment accepts."""
     if segment == SPREAD:
         return None
-    if segment.startswith('"'):
+    if span := _RANGE.fullmatch(segment):
+        first, last = int(span[1]), min(int(span[2]), int(span[1]) + 9999)
+        return re.compile("|".join(map(str, range(first, last + 1))) or "(?!)")
+    if segment.startswith('"') or not set("*?{") & set(segment):
         return unquote(segment)
-    if match := re.fullmatch(r"(\d+)-(\d+)", segment):
-        return re.compile("|".join(str(index) for index in range(int(match[1]), min(int(match[2]), int(match[1]) + 9999) + 1)) or "(?!)")
-    if not set("*?{") & set(segment):
-        return segment
-    expression = ""
-    for piece in re.findall(r"\{[^{}]*\}|.", segment):
-        if len(piece) > 1:
-            expression += "(?:" + "|".join(re.escape(option.strip()) for option in piece[1:-1].split(",")) + ")"
-        else:
-            expression += {"*": ".*", "?": "."}.get(piece, re.escape(piece))
-    return re.compile(expression)
+    pieces = [(piece, piece[1:-1].split(",")) for piece in re.findall(r"\{[^{}]*\}|.", segment)]
+    return re.compile(
+        "".join(
+            "(?:" + "|".join(map(re.escape, any_of)) + ")" if piece[0] == "{" else _WILD.get(piece, re.escape(piece))
+            for piece, any_of in pieces
+        )
+    )
 
 
 def matches(pattern: Sequence[Matcher], segments: Sequence[str]) -> bool:
@@ -80,9 +62,9 @@ def matches(pattern: Sequence[Matcher], segments: Sequence[str]) -> bool:
     for index, accepted in enumerate(pattern):
         if accepted is None:
             return any(matches(pattern[index + 1 :], segments[start:]) for start in range(index, len(segments) + 1))
-        if index >= len(segments):
-            return False
-        if accepted != segments[index] if isinstance(accepted, str) else not accepted.fullmatch(segments[index]):
+        if index >= len(segments) or not (
+            accepted == segments[index] if isinstance(accepted, str) else accepted.fullmatch(segments[index])
+        ):
             return False
     return len(pattern) == len(segments)
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from chz.util import MISSING
 
 from intarsia.config import checks, components, overrides, shapes
-from intarsia.config.overrides import Dropped
 from intarsia.config.paths import join
 from intarsia.config.recipe import Recipe
-from intarsia.config.tree import ROOT, Branch, Schema, finish, plant, together
+from intarsia.config.tree import ROOT, Branch, Dropped, Schema, finish, plant, together
+from intarsia.discovery import Selection, describe
 from intarsia.errors import IntarsiaError, UsageError, did_you_mean
 from intarsia.plugins import Plugins, current, load, use
 
@@ -88,9 +89,9 @@ def resolve(name: str, overrides: Sequence[str] = (), transforms: Sequence[str] 
     `plugins` section asks for it.
     Raises UsageError for everything that is wrong, as much of it at once as can be found.
     """
-    if Path(name).is_dir() or name.endswith(".json"):
+    if name.endswith(".json") or (Path(name) / "recipe.json").is_file():
         return load_saved(name, overrides, transforms, plugins)
-    chosen = plugins or _selected(overrides)
+    chosen = plugins or _selected(overrides, {})
     recipe = _call(chosen, "recipe", name)
     root = Schema(chosen).grow(recipe, ROOT, "", f"recipe {name}")
     resolved = _layers(name, root, overrides, transforms, chosen)
@@ -189,6 +190,7 @@ def _call(plugins: Plugins, kind: str, name: str, *arguments: Any) -> Recipe:
             function = plugins.target(plugins.registry(kind).find(name))
         except UsageError as error:
             hint = f" There is a file of that name: name a function in it, `{name}.py:FUNCTION`." if Path(f"{name}.py").exists() else ""
+            hint += f" The folder {name!r} holds no recipe.json." if Path(name).is_dir() else ""
             raise UsageError(f"{error}{Schema(plugins).missing_plugin(name)}{hint}") from error
     if not callable(function):
         raise UsageError(f"{kind} {name!r} is a {type(function).__name__}, not a function.")
@@ -197,22 +199,14 @@ def _call(plugins: Plugins, kind: str, name: str, *arguments: Any) -> Recipe:
     except IntarsiaError:
         raise
     except Exception as error:
-        raise UsageError(f"{kind} {name!r} failed: {type(error).__name__}: {error}{_line(error)}") from error
+        raise UsageError(f"{kind} {name!r} failed: {describe(error)}") from error
     if not isinstance(recipe, Recipe):
         raise UsageError(f"{kind} {name!r} returned a {type(recipe).__name__}; it must return a Recipe.")
     return recipe
 
 
-def _line(error: BaseException) -> str:
-    """Where in the user's code an exception was raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace else ""
-
-
-def _function(reference: str, kind: str) -> Callable[..., Any]:
-    """The function `path.py:function`; only ever called with text from a command line."""
+def _function(reference: str, kind: str) -> Any:
+    """The attribute `path.py:function`; only ever called with text from a command line."""
     file_name, _, name = reference.rpartition(":") if ".py:" in reference else (reference, "", "")
     file = Path(file_name).resolve()
     if not file.is_file():
@@ -224,11 +218,10 @@ def _function(reference: str, kind: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UsageError(f"{kind} {reference!r}: the file fails: {type(error).__name__}: {error}{_line(error)}") from error
-    known = [key for key, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == spec.name]
-    if not name or not hasattr(module, name):
-        what = f"{file_name!r} has no function {name!r}." if name else f"name a function of the file, `{file_name}:FUNCTION`."
-        raise UsageError(f"{kind} {reference!r}: {what} {did_you_mean(name, known)}")
+        raise UsageError(f"{kind} {reference!r}: the file fails: {describe(error)}") from error
+    if not hasattr(module, name):
+        known = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == spec.name]
+        raise UsageError(f"{kind} {reference!r}: name a function of the file, `{file_name}:FUNCTION`. {did_you_mean(name, known)}")
     return getattr(module, name)
 
 
@@ -252,31 +245,22 @@ def _read(file: Path, known: set[str]) -> Mapping[str, Any]:
     return saved
 
 
-def _selection(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    names = ("disable", "allow", "require")
-    return {name: tuple(values[f"plugins.{name}"]) for name in names if isinstance(values.get(f"plugins.{name}"), (list, tuple))}
-
-
-def _selected(texts: Sequence[str], saved: Mapping[str, Any] | None = None) -> Plugins:
+def _selected(texts: Sequence[str], saved: Mapping[str, Any]) -> Plugins:
     """The process's plugins, selected before any is imported where the command line or the saved recipe selects."""
-    values = dict(saved or {})
-    names = shapes.Leaf(rest=shapes.Leaf(frozenset({str})))
+    chosen = {path: tuple(value) for path, value in saved.items() if path.startswith("plugins.") and isinstance(value, list)}
     for override in overrides.read(texts):
-        if override.written[:1] == ("plugins",):
-            values[".".join(override.written)] = shapes.parse(override.value, names)
-    selection = {name: chosen for name, chosen in _selection(values).items() if chosen}
-    if selection:
+        with contextlib.suppress(ValueError):  # reported with everything else, later
+            chosen[override.path] = shapes.parse(override.value, shapes.NAMES)
+    if selection := {name: chosen[f"plugins.{name}"] for name in ("disable", "allow", "require") if chosen.get(f"plugins.{name}")}:
         use(load(**selection))
     return current()
 
 
 def _reselect(recipe: Recipe, plugins: Plugins) -> bool:
     """Whether the recipe's own selection leaves out plugins that are loaded; they are loaded anew then."""
-    wanted = recipe.plugins
-    plugins.require(wanted.require)
-    loaded = [record.candidate for record in plugins.records]
-    unwanted = [c.id for c in loaded if {c.distribution, c.id} & set(wanted.disable)]
-    unwanted += [c.id for c in loaded if wanted.allow and c.distribution not in (*wanted.allow, "intarsia")]
+    plugins.require(recipe.plugins.require)
+    selection = Selection.of(recipe.plugins.disable, recipe.plugins.allow)
+    unwanted = not all(selection.takes(record.candidate) for record in plugins.records)
     if unwanted:
-        use(load(wanted.disable, wanted.allow, wanted.require))
-    return bool(unwanted)
+        use(load(recipe.plugins.disable, recipe.plugins.allow, recipe.plugins.require))
+    return unwanted

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import collections.abc
+import contextlib
 import dataclasses
 import decimal
 import json
 import math
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from intarsia.config.bases import Config
@@ -19,12 +22,19 @@ Nothing = type(None)
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A plain value: one of the scalar types, one of `literals`, or a tuple of leaves (`rest` repeats when there is no fixed length)."""
+    """A plain value: one of the scalar types, one of `literals`, or a tuple of leaves: `items`, of which the only one repeats if `repeats`."""
 
     scalars: frozenset[type] = frozenset()
     literals: tuple[Any, ...] = ()
-    fixed: tuple[Leaf, ...] | None = None
-    rest: Leaf | None = None
+    items: tuple[Leaf, ...] | None = None
+    repeats: bool = False
+
+    def zip(self, values: Sequence[Any]) -> list[tuple[Any, Leaf]]:
+        """Each value of a tuple with its leaf. Raises ValueError where this is no tuple of that length."""
+        leaves = self.items and self.items * len(values) if self.repeats else self.items
+        if leaves is None or len(leaves) != len(values):
+            raise ValueError(f"expected {describe(self)}, got {values!r}")
+        return list(zip(values, leaves, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +60,7 @@ class Table:
 
 
 Shape = Leaf | Node | Many | Table
+NAMES = Leaf(items=(Leaf(frozenset({str})),), repeats=True)
 SCALARS = (bool, int, float, str, Nothing)
 TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
@@ -84,36 +95,25 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _leaf(options: tuple[Any, ...]) -> Leaf | None:
-    scalars: set[type] = set()
-    literals: tuple[Any, ...] = ()
-    fixed: tuple[Leaf, ...] | None = None
-    rest: Leaf | None = None
-    for option in options:
-        arguments = typing.get_args(option)
-        if option in SCALARS:
-            scalars.add(option)
-        elif typing.get_origin(option) is typing.Literal:
-            literals += arguments
-        elif typing.get_origin(option) is tuple and fixed is rest is None:
-            variadic = len(arguments) == 2 and arguments[1] is Ellipsis
-            items = [_leaf(typing.get_args(item) if _is_union(item) else (item,)) for item in (arguments[:1] if variadic else arguments)]
-            if None in items:
-                return None
-            rest = items[0] if variadic else None
-            fixed = None if variadic else tuple(items)  # type: ignore[arg-type]
-        else:
-            return None
-    return Leaf(frozenset(scalars), literals, fixed, rest)
+    rest = [option for option in options if option not in SCALARS and typing.get_origin(option) is not typing.Literal]
+    literals = tuple(value for option in options if typing.get_origin(option) is typing.Literal for value in typing.get_args(option))
+    leaf = Leaf(frozenset(option for option in options if option in SCALARS), literals)
+    if not rest:
+        return leaf
+    if len(rest) > 1 or typing.get_origin(rest[0]) is not tuple:
+        return None
+    arguments = typing.get_args(rest[0])
+    repeats = arguments[-1:] == (Ellipsis,)
+    items = tuple(_leaf(typing.get_args(item) if _is_union(item) else (item,)) for item in (arguments[:1] if repeats else arguments))
+    return None if None in items else dataclasses.replace(leaf, items=items, repeats=repeats)
 
 
 def describe(shape: Leaf) -> str:
     """The type in words for messages."""
     names = [kind.__name__ for kind in SCALARS if kind in shape.scalars and kind is not Nothing]
     names += ["one of " + ", ".join(repr(value) for value in shape.literals)] if shape.literals else []
-    if shape.rest is not None:
-        names.append(f"a list of {describe(shape.rest)} (`1,2,3` or JSON)")
-    if shape.fixed is not None:
-        names.append("a list of " + ", ".join(describe(item) for item in shape.fixed))
+    if shape.items is not None:
+        names.append(f"a list of {', '.join(map(describe, shape.items))} (`1,2,3` or JSON)")
     return " or ".join([*names, *(["none"] if Nothing in shape.scalars else [])])
 
 
@@ -126,10 +126,8 @@ def check(value: Any, shape: Leaf) -> Any:
         return value
     if kind is int and float in shape.scalars:
         return value
-    if kind in (list, tuple) and (shape.rest or shape.fixed is not None):
-        items = shape.fixed if shape.fixed is not None else (shape.rest,) * len(value)
-        if len(items) == len(value):
-            return tuple(check(entry, item) for entry, item in zip(value, items, strict=True))  # type: ignore[arg-type]
+    if kind in (list, tuple) and shape.items is not None:
+        return tuple(check(entry, item) for entry, item in shape.zip(value))
     if kind is str and float in shape.scalars and value.lower().lstrip("+-") in ("inf", "nan"):
         return float(value)
     raise ValueError(f"expected {describe(shape)}, got {value!r}{_hint(value, shape)}")
@@ -142,24 +140,17 @@ def parse(text: str, shape: Leaf) -> Any:
         return None
     if bool in shape.scalars and lowered in TRUE | FALSE and not (lowered in "01" and int in shape.scalars):
         return lowered in TRUE
-    for literal in shape.literals:
-        if stripped == str(literal):
-            return literal
-    if int in shape.scalars and (whole := _whole(stripped, exact_only=float in shape.scalars)) is not None:
-        return whole
-    if float in shape.scalars:
-        try:
-            return float(stripped)
-        except ValueError:
-            pass
-    if shape.rest or shape.fixed is not None:
-        try:
+    if matching := [literal for literal in shape.literals if stripped == str(literal)]:
+        return matching[0]
+    for kind, read in ((int, _whole if float not in shape.scalars else int), (float, float)):
+        if kind in shape.scalars:
+            with contextlib.suppress(ValueError):
+                return read(stripped)
+    if shape.items is not None:
+        with contextlib.suppress(*([ValueError] if str in shape.scalars else [])):
             return check(_list(stripped, shape), shape)
-        except ValueError:
-            if str not in shape.scalars:
-                raise
     if str in shape.scalars:
-        return json.loads(stripped) if len(stripped) > 1 and stripped[0] == stripped[-1] == '"' and _is_json(stripped) else text
+        return read_json(stripped, text) if stripped[:1] == '"' else text
     raise ValueError(f"expected {describe(shape)}, got {text!r}{_hint(stripped, shape)}")
 
 
@@ -168,30 +159,32 @@ def _hint(value: Any, shape: Leaf) -> str:
     return f". {did_you_mean(value, choices)}" if choices and isinstance(value, str) else ""
 
 
-def _whole(text: str, exact_only: bool) -> int | None:
-    try:
+def _whole(text: str) -> int:
+    """An integer, also in the form 1e6. Raises ValueError where the number is none, or absurdly long."""
+    with contextlib.suppress(ValueError):
         return int(text)
-    except ValueError:
-        if exact_only:
-            return None
     try:
         number = decimal.Decimal(text)
-    except decimal.InvalidOperation:
-        return None
-    return int(number) if number.is_finite() and number.adjusted() < 40 and number == number.to_integral_value() else None
+    except decimal.InvalidOperation as error:
+        raise ValueError(text) from error
+    if not number.is_finite() or number.adjusted() > 40 or number != number.to_integral_value():
+        raise ValueError(text)
+    return int(number)
 
 
 def _list(text: str, shape: Leaf) -> list[Any]:
-    if text.startswith("[") and _is_json(text):
-        return json.loads(text)
     inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
-    pieces = [piece.strip() for piece in inner.split(",")] if inner.strip() else []
-    if pieces and not pieces[-1]:
-        pieces.pop()
-    items = shape.fixed if shape.fixed is not None else (shape.rest,) * len(pieces)
-    if len(items) != len(pieces):
-        raise ValueError(f"expected {describe(shape)}, got {text!r}")
-    return [parse(piece, item) for piece, item in zip(pieces, items, strict=True)]  # type: ignore[arg-type]
+    pieces = [piece.strip() for piece in inner.removesuffix(",").split(",")] if inner.strip() else []
+    written = read_json(text, None) if text.startswith("[") else None
+    return written if isinstance(written, list) else [parse(piece, item) for piece, item in shape.zip(pieces)]
+
+
+def read_json(text: str, otherwise: Any) -> Any:
+    """What JSON text means; `otherwise` where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return otherwise
 
 
 def read_object(text: str) -> dict[str, Any]:
@@ -204,18 +197,10 @@ def read_object(text: str) -> dict[str, Any]:
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An `object_pairs_hook` that refuses a key given twice."""
-    keys = [key for key, _ in pairs]
-    if doubled := sorted({key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()):
+    counts = collections.Counter(key for key, _ in pairs)
+    if doubled := [key for key, count in counts.items() if count > 1]:
         raise ValueError(f"the key {doubled[0]!r} is given more than once")
     return dict(pairs)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def plain(value: Any) -> Any:

@@ -42,6 +42,16 @@ class Branch:
 
 
 @dataclasses.dataclass(frozen=True)
+class Dropped:
+    """A value that vanished because the entry above it was replaced; `by` says by what."""
+
+    path: str
+    value: Any
+    source: str
+    by: str
+
+
+@dataclasses.dataclass(frozen=True)
 class FieldFacts:
     """A field of a config class: its shape, and its default if it has one."""
 
@@ -54,7 +64,8 @@ class FieldFacts:
 
 @dataclasses.dataclass
 class Slot:
-    """A place in the tree that a path can name. `branch` is None where a required value is missing; `node` is the class standing at a node's place."""
+    """A place in the tree that a path can name. `branch` is None where a required value is missing; `node` is the class standing at a node's
+    place; `is_key` says that it is a plain value in a mapping."""
 
     path: str
     segments: tuple[str, ...]
@@ -62,6 +73,7 @@ class Slot:
     parent: Branch
     branch: Branch | None
     node: type[Config] | None = None
+    is_key: bool = False
 
 
 class Schema:
@@ -128,15 +140,8 @@ class Schema:
             raise type(error)(f"`{path}`: {error}{self.missing_plugin(name)}") from error
         node = self.plugins.config_class(entry)
         if not issubclass(node, shape.declared):
-            fitting = [other.name for other in self.plugins.registry(kind).entries() if self._fits(other, shape)]
-            raise UsageError(f"`{path}` takes a {shape.declared.__name__}, which {entry.full_name} is not. {did_you_mean(name, fitting)}")
+            raise UsageError(f"`{path}` takes a {shape.declared.__name__}, which {entry.full_name} ({node.__name__}) is not.")
         return entry.full_name, node
-
-    def _fits(self, entry: Any, shape: Node) -> bool:
-        try:
-            return issubclass(self.plugins.config_class(entry), shape.declared)
-        except IntarsiaError:
-            return False
 
     def missing_plugin(self, name: str) -> str:
         """A sentence on the plugin behind an unknown `owner:name`, when it is not there."""
@@ -179,6 +184,26 @@ class Schema:
                 self.seed(branch.children.setdefault(name, Branch()), field.shape.declared, join(path, name))
         if branch.value is MISSING and not branch.children:
             branch.value = {}
+
+    def put(self, branch: Branch, shape: Shape, path: str, value: Any, source: str) -> None:
+        """Set what stands at a place: a plain value, an entry's name (or None), or a dict of what is beneath. Another entry than the one that stands
+        there brings its defaults; the same one changes nothing. Raises ValueError or UsageError where the value does not fit."""
+        if isinstance(shape, Leaf):
+            branch.value, branch.children = shapes.plain(shapes.check(value, shape)), {}
+        elif isinstance(shape, Node):
+            name, node = (None, None) if value is None and shape.optional else self.choose(value, shape, path)
+            if branch.value != name or branch.value is None:
+                branch.value, branch.children = name, {}
+                if node is not None:
+                    self.seed(branch, node, path)
+        elif isinstance(value, dict):
+            branch.children = {key: Branch() for key in value}
+            branch.value = MISSING if value else [] if isinstance(shape, Many) else {}
+            for key, child in branch.children.items():
+                self.put(child, shape.item, join(path, key), value[key], source)
+        else:
+            raise UsageError(f"`{path}` is no plain value: set what is beneath it one by one.")
+        branch.source = source
 
     # ------------------------------------------------------------ tree -> value
 
@@ -264,20 +289,18 @@ class Schema:
     def slots(self, branch: Branch, node: type[Config], path: str = "", segments: tuple[str, ...] = ()) -> Iterator[Slot]:
         """Every place beneath a node that a path can name: its fields, and theirs; items of tuples, keys of mappings."""
         for name, field in self.fields(node).items():
-            yield from self._slot(branch, name, field.shape, join(path, name), (*segments, name))
+            yield from self._slot(Slot(join(path, name), (*segments, name), field.shape, branch, branch.children.get(name)))
 
-    def _slot(self, parent: Branch, name: str, shape: Shape, path: str, segments: tuple[str, ...]) -> Iterator[Slot]:
-        branch = parent.children.get(name)
-        slot = Slot(path, segments, shape, parent, branch)
-        if isinstance(shape, Node):
-            slot.node = self.node_at(branch, shape, path)
+    def _slot(self, slot: Slot) -> Iterator[Slot]:
+        branch, shape = slot.branch, slot.shape
+        slot.node = self.node_at(branch, shape, slot.path) if isinstance(shape, Node) else None
         yield slot
-        if isinstance(shape, Node):
-            if branch is not None and slot.node is not None:
-                yield from self.slots(branch, slot.node, path, segments)
-        elif isinstance(shape, (Many, Table)) and branch is not None:
-            for key in list(branch.children):
-                yield from self._slot(branch, key, shape.item, join(path, key), (*segments, key))
+        if branch is not None and slot.node is not None:
+            yield from self.slots(branch, slot.node, slot.path, slot.segments)
+        elif branch is not None and isinstance(shape, (Many, Table)):
+            for key, child in branch.children.items():
+                is_key = isinstance(shape, Table) and isinstance(shape.item, Leaf)
+                yield from self._slot(Slot(join(slot.path, key), (*slot.segments, key), shape.item, branch, child, is_key=is_key))
 
 
 ROOT = Node(Recipe)
