@@ -191,10 +191,6 @@ class Selection:
         lists = [names for names in (tuple(allow), _environment("INTARSIA_PLUGINS_ALLOW")) if names]
         return cls(tuple(sorted({normalise(name) for name in off})), tuple(sorted({tuple(sorted(map(normalise, x))) for x in lists})))
 
-    def narrowed(self, other: Selection) -> Selection:
-        """What both selections take."""
-        return Selection(tuple(sorted({*self.disable, *other.disable})), tuple(sorted({*self.allow, *other.allow})))
-
     def takes(self, candidate: Candidate) -> bool:
         """Whether the candidate may be imported."""
         names = {candidate.distribution, candidate.id}

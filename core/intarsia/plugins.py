@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -118,16 +117,12 @@ class Plugins:
         failures: Sequence[Failure],
         notices: Sequence[str],
         skipped: Sequence[Candidate],
-        selection: Selection,
-        points: Sequence[Any] | None,
     ):
         self.hooks = hooks
         self.failures = tuple(failures)
         self.notices = tuple(notices)
         self.skipped = tuple(skipped)
         self.records = tuple(records)
-        self._selection = selection
-        self._points = points
         entries: dict[str, list[Entry]] = {}
         for record in records:
             for entry in record.entries:
@@ -177,17 +172,6 @@ class Plugins:
             if name in left_out:
                 raise UsageError(f"plugin {name!r} was asked for, but plugins.disable or plugins.allow leaves it out.")
             check_known(name, names_of(candidates) | left_out, "plugins.require")
-
-    def select(self, disable: Sequence[str] = (), allow: Sequence[str] = (), require: Sequence[str] = ()) -> Plugins:
-        """This set narrowed further, as a recipe asks for: itself when that leaves nothing out, else loaded anew."""
-        selection = self._selection.narrowed(Selection.of(disable, allow))
-        loaded = [record.candidate for record in self.records]
-        failed = [Candidate(failure.distribution, failure.version, failure.entry_point) for failure in self.failures]
-        selection.check(names_of([*loaded, *failed, *self.skipped]))
-        if all(selection.takes(candidate) for candidate in loaded + failed):
-            self.require(require)
-            return self
-        return _load(selection, require, self._points)
 
     # ------------------------------------------------------------ from an entry to its code
 
@@ -270,6 +254,8 @@ class Plugins:
 
     def fingerprint(self) -> str:
         """Equal exactly when the same plugins, versions, hooks and entries are loaded."""
+        import hashlib  # here, since loading OpenSSL would slow down every command
+
         entries = [
             [entry.plugin, entry.kind, entry.name, entry.target, entry.config] for record in self.records for entry in record.entries
         ]
@@ -288,11 +274,8 @@ def load(
     A plugin that fails is left out whole and listed in `failures`, with one warning for all; one named by `require` is fatal (PluginError).
     A name in `disable`, `allow` or `require` that matches nothing is a UsageError. Stability: stable.
     """
-    return _load(Selection.of(disable, allow), require, None if entry_points is None else tuple(entry_points))
-
-
-def _load(selection: Selection, require: Iterable[str], points: Sequence[Any] | None) -> Plugins:
-    found = scan() if points is None else map(candidate_of, points)
+    selection = Selection.of(disable, allow)
+    found = scan() if entry_points is None else map(candidate_of, entry_points)
     core = Candidate(CORE, intarsia.__version__, "core", "intarsia.builtin")
     candidates, doubles, notices = unique([core, *(candidate for candidate in found if candidate.id != core.id)])
     refused = [Candidate(failure.distribution, failure.version, failure.entry_point) for failure in doubles]
@@ -301,7 +284,7 @@ def _load(selection: Selection, require: Iterable[str], points: Sequence[Any] | 
     records, specs = loader.load([candidate for candidate in candidates if selection.takes(candidate)])
     failures = [failure for failure, candidate in zip(doubles, refused, strict=True) if selection.takes(candidate)] + loader.failures
     skipped = [candidate for candidate in candidates if not selection.takes(candidate)]
-    plugins = Plugins(records, specs, loader.hooks, failures, notices, skipped, selection, points)
+    plugins = Plugins(records, specs, loader.hooks, failures, notices, skipped)
     plugins.require(require)
     _warn_once(plugins)
     return plugins

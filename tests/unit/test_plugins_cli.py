@@ -305,3 +305,16 @@ def test_a_reader_that_goes_away_is_no_error():
     assert done.stdout.strip() in ("0", "141")
     assert "Traceback" not in done.stderr
     assert "Broken" not in done.stderr
+
+
+def test_help_and_list_are_quick():
+    """At most 0.35 s of processor time, the best of three: other work on the machine must not count."""
+    resource = pytest.importorskip("resource")
+    for words in (["--help"], ["plugins", "list"]):
+        taken = []
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            assert spawn(*words).returncode == 0
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            taken.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+        assert min(taken) <= 0.35, (words, taken)

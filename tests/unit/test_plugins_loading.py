@@ -447,22 +447,6 @@ def test_selection_imports_nothing_that_is_left_out(site, monkeypatch):
             site.load(disable=[name])
 
 
-def test_a_loaded_set_narrows_as_a_recipe_asks(site):
-    for name in ("one", "two"):
-        site.add(f"acme-{name}", GOOD.format(name=name))
-    site.add("acme-bad", "import gone_forever")
-    loaded = site.load()
-    assert loaded.select(require=["acme-one"]) is loaded
-    assert loaded.select(allow=["acme-one", "acme-two", "acme-bad"]) is loaded
-    narrowed = loaded.select(disable=["acme-bad", "acme-two"])
-    assert list(narrowed.versions()) == ["intarsia/core", "acme-one/one"]
-    assert not narrowed.failures
-    with pytest.raises(UsageError, match=r"names 'acme-tow'"):
-        loaded.select(disable=["acme-tow"])
-    with pytest.raises(PluginError, match=r"acme-bad"):
-        loaded.select(require=["acme-bad"])
-
-
 def test_short_names_that_clash_are_chosen_in_full(site):
     for name in ("left", "right"):
         site.add(f"acme-{name}", f"@hookimpl\ndef offer_losses(): return [Entry(name='same', target='{name}:b', doc='d')]")
