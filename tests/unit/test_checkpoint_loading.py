@@ -213,8 +213,8 @@ def test_keyed_state_is_merged_and_given_whole_to_every_rank() -> None:
         (lambda rank: StateItem("a", f"x{rank // 2}", "replicated", 1), "must be on all ranks; ranks 0 and 2 disagree"),
         (lambda rank: StateItem("a", "x", "keyed", {"k": rank // 2}), "two values for 'k': 0 from an earlier rank, 1 from rank 2"),
         (lambda rank: StateItem("a", "x", "replicated", 1, version=1 + rank // 2), "has version 1 on rank 0 and 2 on rank 2"),
-        (lambda rank: StateItem("a", f"x{rank // 2}", "rank", 1), "'a/x0' has an entry for each of 3 ranks, but lacks rank 2"),
-        (lambda rank: StateItem("a", f"x{rank // 2}", "rank", torch.ones(1)), "'a/x0' has an entry for each of 3 ranks, but lacks rank 2"),
+        (lambda rank: StateItem("a", f"x{rank // 2}", "rank", 1), "'a/x0' must have an entry for each of 3 ranks, and lacks rank 2"),
+        (lambda rank: StateItem("a", f"x{rank // 2}", "rank", torch.ones(1)), "'a/x0' must have an entry for each of 3 ranks, and lacks rank 2"),
     ],
 )
 def test_ranks_that_contradict_each_other(make: Any, words: str) -> None:
@@ -272,9 +272,9 @@ def test_open_checkpoint_reads_boxes_and_values() -> None:
     assert opened.value("a/x") == {"n": [1]} and opened.verify() == []
     assert torch.equal(opened.read("model/w"), value) and opened.read("model/e").shape == (0, 4)
     assert torch.equal(opened.read("model/w", Box((1, 2), (3, 5))), value[1:4, 2:7])
-    with pytest.raises(CheckpointError, match="no tensor 'model/ww'. Did you mean 'model/w'"):
+    with pytest.raises(CheckpointError, match=r"no tensor 'model/ww'\. Did you mean 'model/w'"):
         opened.read("model/ww")
-    with pytest.raises(CheckpointError, match="no value 'a/y'. Did you mean 'a/x'"):
+    with pytest.raises(CheckpointError, match=r"no value 'a/y'\. Did you mean 'a/x'"):
         opened.value("a/y")
     with pytest.raises(UsageError, match="not inside the shape"):
         opened.read("model/w", Box((1, 2), (5, 5)))

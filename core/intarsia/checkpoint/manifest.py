@@ -9,8 +9,8 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from intarsia.contracts.placement import Box
 from intarsia.contracts.state import StateKind
@@ -122,44 +122,44 @@ def decode(data: bytes, where: str) -> Any:
         raise CheckpointError(f"{where} is not valid JSON ({error}). It was damaged or not written by Intarsia.") from None
 
 
-class Reader:
-    """Takes typed fields out of one JSON object and names file, place and reason when something is off."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """What a field of the manifest must be: a test and its words."""
 
-    def __init__(self, value: Any, where: str, place: str, fields: Iterable[str], optional: Iterable[str] = ()):
-        self.where, self.place = where, place
-        self.value = value if isinstance(value, dict) else self.fail(f"must be an object, is {describe(value)}")
-        known = set(fields) | set(optional)
-        for name in sorted(set(self.value) - known):
-            self.fail(f"unknown field {name!r}. {did_you_mean(name, known)}")
-        for name in sorted(set(fields) - set(self.value)):
-            self.fail(f"the field {name!r} is missing")
+    words: str
+    holds: Callable[[Any], bool]
 
-    def fail(self, reason: str) -> Any:
-        """Raise the CheckpointError."""
-        raise CheckpointError(f"{self.where}: {self.place}: {reason}.")
 
-    def text(self, name: str) -> str:
-        """A non-empty string."""
-        value = self.value[name]
-        return value if isinstance(value, str) and value else self.fail(f"{name} must be a non-empty string, is {describe(value)}")
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
-    def integer(self, name: str, least: int = 0) -> int:
-        """An integer of at least `least`."""
-        value = self.value[name]
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        return cast(int, value) if good else self.fail(f"{name} must be an integer of at least {least}, is {describe(value)}")
 
-    def integers(self, name: str) -> tuple[int, ...]:
-        """A list of integers that are not negative."""
-        value = self.value[name]
-        if not isinstance(value, list) or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in value):
-            self.fail(f"{name} must be a list of integers of at least 0, is {describe(value)}")
-        return tuple(value)
+TEXT = Field("a non-empty string", lambda value: isinstance(value, str) and value != "")
+COUNT = Field("an integer of at least 0", _count)
+POSITIVE = Field("an integer of at least 1", lambda value: _count(value) and value > 0)
+COUNTS = Field("a list of integers of at least 0", lambda value: isinstance(value, list) and all(map(_count, value)))
+NUMBER = Field("a number", lambda value: type(value) is float or _count(value))
+LIST = Field("a list", lambda value: isinstance(value, list))
+OBJECT = Field("an object", lambda value: isinstance(value, dict))
+JSON = Field("JSON", lambda value: True)
 
-    def mapping(self, name: str) -> dict[str, Any]:
-        """An object."""
-        value = self.value[name]
-        return value if isinstance(value, dict) else self.fail(f"{name} must be an object, is {describe(value)}")
+ITEM = {"owner": TEXT, "name": TEXT, "kind": TEXT, "version": POSITIVE}
+PIECE = {"start": COUNTS, "size": COUNTS, "file": TEXT, "offset": COUNT, "length": COUNT}
+TOP = {"format": TEXT, "version": POSITIVE, "step": COUNT, "serial": POSITIVE, "time_s": NUMBER, "world": POSITIVE}
+TOP |= {"writer": TEXT, "backend": TEXT, "facts": OBJECT, "tensors": OBJECT, "values": OBJECT, "files": OBJECT}
+
+
+def _fields(value: Any, fields: Mapping[str, Field], place: str) -> Any:
+    """`value` itself, an object with exactly these fields; CheckpointError says where and what is wrong."""
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{place} must be an object, is {describe(value)}.")
+    for name in sorted(set(value) ^ set(fields)):
+        lacking = f"the field {name!r} is missing" if name in fields else f"unknown field {name!r}. {did_you_mean(name, fields)}"
+        raise CheckpointError(f"{place}: {lacking.rstrip('.')}.")
+    for name, field in fields.items():
+        if not field.holds(value[name]):
+            raise CheckpointError(f"{place}: {name} must be {field.words}, is {describe(value[name])}.")
+    return value
 
 
 def describe(value: Any) -> str:
@@ -213,138 +213,105 @@ class NewerFormat(CheckpointError):
     """The checkpoint was written by a later version in a format that this one does not read. Stability: provisional."""
 
 
-FIELDS = ("format", "version", "step", "serial", "time_s", "world", "writer", "backend", "facts", "tensors", "values", "files")
-
-
 def from_json(value: Any, where: str) -> Manifest:
     """The manifest in decoded JSON, every field and every relation between them checked. `where` names the file in messages."""
     check_version(value, where)
-    top = Reader(value, where, "top level", FIELDS)
-    if not isinstance(value["time_s"], int | float) or isinstance(value["time_s"], bool):
-        top.fail("time_s must be a number")
-    world = top.integer("world", 1)
-    files = {name: _file(name, record, where) for name, record in top.mapping("files").items()}
-    tensors = {key: _tensor(key, record, files, world, where) for key, record in top.mapping("tensors").items()}
-    values = {key: _value(key, record, world, where) for key, record in top.mapping("values").items()}
-    clash = sorted({record.item for record in tensors.values()} & set(values))
-    if clash:
-        top.fail(f"the item {clash[0]!r} is there as a tensor and as a value")
-    _check_ranks(tensors, world, where)
-    _check_bytes(tensors, where)
-    numbers = {"step": top.integer("step"), "serial": top.integer("serial", 1), "time_s": float(value["time_s"]), "world": world}
-    return Manifest(
-        **numbers,
-        writer=top.text("writer"),
-        backend=top.text("backend"),
-        facts=top.mapping("facts"),
-        tensors=tensors,
-        values=values,
-        files=files,
-    )
-
-
-def _file(name: str, value: Any, where: str) -> FileRecord:
-    reader = Reader(value, where, f"file {name!r}", ("size", "sha256"))
-    if not name or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")) or name in (MANIFEST, MARKER):
-        reader.fail("a data file's name is relative to the checkpoint, without '.', '..' or backslash, and not the manifest or the marker")
-    digest = reader.text("sha256")
-    if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-        reader.fail(f"sha256 must be 64 hexadecimal digits, is {describe(digest)}")
-    return FileRecord(name, reader.integer("size"), digest)
-
-
-def _tensor(key: str, value: Any, files: Mapping[str, FileRecord], world: int, where: str) -> TensorRecord:
-    reader = Reader(value, where, f"tensor {key!r}", ("owner", "name", "kind", "version", "shape", "dtype", "pieces"), ("rank",))
-    kind = reader.text("kind")
-    if kind not in ("tensor", "replicated", "rank"):
-        reader.fail(f"a tensor's kind is tensor, replicated or rank, not {describe(kind)}")
-    if (kind == "rank") != ("rank" in value):
-        reader.fail("the field 'rank' belongs to tensors of kind rank, and only to them")
-    rank = reader.integer("rank") if kind == "rank" else None
-    if rank is not None and rank >= world:
-        reader.fail(f"rank {rank} is outside a world of {world}")
-    shape, dtype = reader.integers("shape"), reader.text("dtype")
-    if dtype not in DTYPE_BYTES:
-        reader.fail(f"unknown dtype {dtype!r}. {did_you_mean(dtype, DTYPE_BYTES)}")
-    if not isinstance(value["pieces"], list):
-        reader.fail("pieces must be a list")
-    pieces = tuple(_piece(key, piece, shape, dtype, files, where) for piece in value["pieces"])
-    record = TensorRecord(
-        reader.text("owner"), reader.text("name"), cast(StateKind, kind), reader.integer("version", 1), shape, dtype, pieces, rank
-    )
-    if record.key != key:
-        reader.fail(f"owner and name say {record.key!r}")
-    overlap = find_overlap([Box(piece.box_start, piece.box_size) for piece in pieces])
-    if overlap:
-        reader.fail(f"the boxes {box_text(overlap[0])} and {box_text(overlap[1])} overlap")
-    covered = sum(math.prod(piece.box_size) for piece in pieces)
-    if covered != record.numel:
-        reader.fail(f"its boxes hold {covered} of the {record.numel} elements of shape {list(shape)}: there is a hole")
-    return record
-
-
-def _piece(key: str, value: Any, shape: tuple[int, ...], dtype: str, files: Mapping[str, FileRecord], where: str) -> Piece:
-    reader = Reader(value, where, f"tensor {key!r}", ("start", "size", "file", "offset", "length"))
-    box = start, size = reader.integers("start"), reader.integers("size")
-    if len(start) != len(shape) or len(size) != len(shape):
-        reader.fail(f"the box {list(start)} + {list(size)} has not as many dimensions as the shape {list(shape)}")
-    if any(n == 0 for n in size) or any(a + n > limit for a, n, limit in zip(start, size, shape, strict=True)):
-        reader.fail(f"the box {list(start)} + {list(size)} is empty or outside the shape {list(shape)}")
-    file, offset, length = reader.text("file"), reader.integer("offset"), reader.integer("length")
-    if file not in files:
-        reader.fail(f"its file {file!r} is not listed. {did_you_mean(file, files)}")
-    if offset + length > files[file].size:
-        reader.fail(f"bytes {offset} to {offset + length} are outside the file {file!r} of {files[file].size} bytes")
-    if length != math.prod(size) * DTYPE_BYTES[dtype]:
-        reader.fail(f"a box of size {list(size)} in {dtype} has {math.prod(size) * DTYPE_BYTES[dtype]} bytes, not {length}")
-    return Piece(key, *box, file, offset, length)
-
-
-def _value(key: str, value: Any, world: int, where: str) -> ValueRecord:
-    reader = Reader(value, where, f"value {key!r}", ("owner", "name", "kind", "version", "value"))
-    kind = reader.text("kind")
-    if kind not in ("replicated", "keyed", "rank"):
-        reader.fail(f"a value's kind is replicated, keyed or rank, not {describe(kind)}")
-    record = ValueRecord(reader.text("owner"), reader.text("name"), cast(StateKind, kind), reader.integer("version", 1), value["value"])
-    if record.key != key:
-        reader.fail(f"owner and name say {record.key!r}")
-    if kind != "replicated":
-        reader.mapping("value")
-    if kind == "rank":
-        _compare_ranks(key, set(record.value), {str(rank) for rank in range(world)}, where)
-    return record
-
-
-def _check_ranks(tensors: Mapping[str, TensorRecord], world: int, where: str) -> None:
-    by_item: dict[str, set[str]] = {}
-    for record in tensors.values():
+    top, world = _fields(value, TOP, f"{where}: top level"), value["world"]
+    files = {name: _file(name, record, f"{where}: file {name!r}") for name, record in top["files"].items()}
+    tensors = {key: _tensor(key, record, files, f"{where}: tensor {key!r}") for key, record in top["tensors"].items()}
+    values = {key: _value(key, record, f"{where}: value {key!r}") for key, record in top["values"].items()}
+    ranks = {key: set(record.value) for key, record in values.items() if record.kind == "rank"}
+    for key, record in tensors.items():
+        if record.item in values or (record.rank is not None and record.item in tensors):
+            raise CheckpointError(f"{where}: tensor {key!r}: the item {record.item!r} is there in a second form.")
         if record.rank is not None:
-            by_item.setdefault(record.item, set()).add(str(record.rank))
-        elif f"{record.key}@rank0" in tensors:
-            raise CheckpointError(f"{where}: tensor {record.key!r}: it is there once for all ranks and once for each.")
-    for item, ranks in by_item.items():
-        _compare_ranks(item, ranks, {str(rank) for rank in range(world)}, where)
+            ranks.setdefault(record.item, set()).add(str(record.rank))
+    for key, found in ranks.items():
+        lost = next((rank for rank in range(world) if str(rank) not in found), None)
+        if lost is not None:
+            raise CheckpointError(f"{where}: {key!r} must have an entry for each of {world} ranks, and lacks rank {lost}.")
+        if len(found) > world:
+            raise CheckpointError(f"{where}: {key!r} has entries for more ranks than the {world} that there are.")
+    _check_bytes(tensors, where)
+    plain = {name: top[name] for name in ("step", "serial", "time_s", "world", "writer", "backend", "facts")}
+    return Manifest(**plain, tensors=tensors, values=values, files=files)
 
 
-def _compare_ranks(key: str, have: set[str], want: set[str], where: str) -> None:
-    for verb, ranks in (("lacks", want - have), ("has a surplus entry for", have - want)):
-        if ranks:
-            raise CheckpointError(
-                f"{where}: {key!r} has an entry for each of {len(want)} ranks, but {verb} rank {', '.join(sorted(ranks))}."
-            )
+def _file(name: str, value: Any, place: str) -> FileRecord:
+    record = _fields(value, {"size": COUNT, "sha256": TEXT}, place)
+    if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")) or name in (MANIFEST, MARKER):
+        raise CheckpointError(
+            f"{place}: a data file's name is relative, without '.', '..' or backslash, and not the manifest or the marker."
+        )
+    if len(record["sha256"]) != 64 or set(record["sha256"]) - set("0123456789abcdef"):
+        raise CheckpointError(f"{place}: sha256 must be 64 hexadecimal digits, is {describe(record['sha256'])}.")
+    return FileRecord(name, record["size"], record["sha256"])
+
+
+def _tensor(key: str, value: Any, files: Mapping[str, FileRecord], place: str) -> TensorRecord:
+    of_rank = {"rank": COUNT} if isinstance(value, dict) and value.get("kind") == "rank" else {}
+    fields = _fields(value, {**ITEM, "shape": COUNTS, "dtype": TEXT, "pieces": LIST, **of_rank}, place)
+    if fields["dtype"] not in DTYPE_BYTES:
+        raise CheckpointError(f"{place}: unknown dtype {fields['dtype']!r}. {did_you_mean(fields['dtype'], DTYPE_BYTES)}")
+    shape = tuple(fields["shape"])
+    pieces = tuple(_piece(key, piece, shape, fields["dtype"], files, place) for piece in fields["pieces"])
+    record = TensorRecord(**{**fields, "shape": shape, "pieces": pieces})
+    overlap = find_overlap([Box(piece.box_start, piece.box_size) for piece in pieces])
+    covered = sum(math.prod(piece.box_size) for piece in pieces)
+    problem = (
+        f"a tensor's kind is tensor, replicated or rank, not {describe(record.kind)}"
+        if record.kind not in ("tensor", "replicated", "rank")
+        else f"owner, name and rank say {record.key!r}"
+        if record.key != key
+        else f"the boxes {box_text(overlap[0])} and {box_text(overlap[1])} overlap"
+        if overlap
+        else f"its boxes hold {covered} of the {record.numel} elements of shape {list(shape)}: there is a hole"
+        if covered != record.numel
+        else ""
+    )
+    if problem:
+        raise CheckpointError(f"{place}: {problem}.")
+    return record
+
+
+def _piece(key: str, value: Any, shape: tuple[int, ...], dtype: str, files: Mapping[str, FileRecord], place: str) -> Piece:
+    fields = _fields(value, PIECE, place)
+    start, size, file, offset, length = (fields[name] for name in PIECE)
+    wanted = math.prod(size) * DTYPE_BYTES[dtype]
+    problem = (
+        f"the box {start} + {size} has not as many dimensions as the shape {list(shape)}"
+        if not len(start) == len(size) == len(shape)
+        else f"the box {start} + {size} is empty or outside the shape {list(shape)}"
+        if any(n == 0 or a + n > limit for a, n, limit in zip(start, size, shape, strict=True))
+        else f"its file {file!r} is not listed. {did_you_mean(file, files)}"
+        if file not in files
+        else f"bytes {offset} to {offset + length} are outside the file {file!r} of {files[file].size} bytes"
+        if offset + length > files[file].size
+        else f"a box of size {size} in {dtype} has {wanted} bytes, not {length}"
+        if length != wanted
+        else ""
+    )
+    if problem:
+        raise CheckpointError(f"{place}: {problem.rstrip('.')}.")
+    return Piece(key, tuple(start), tuple(size), file, offset, length)
+
+
+def _value(key: str, value: Any, place: str) -> ValueRecord:
+    shaped = OBJECT if isinstance(value, dict) and value.get("kind") != "replicated" else JSON
+    record = ValueRecord(**_fields(value, {**ITEM, "value": shaped}, place))
+    if record.kind not in ("replicated", "keyed", "rank"):
+        raise CheckpointError(f"{place}: a value's kind is replicated, keyed or rank, not {describe(record.kind)}.")
+    if record.key != key:
+        raise CheckpointError(f"{place}: owner and name say {record.key!r}.")
+    return record
 
 
 def _check_bytes(tensors: Mapping[str, TensorRecord], where: str) -> None:
     """No two pieces may share bytes of a file."""
-    by_file: dict[str, list[tuple[int, int, str]]] = {}
-    for record in tensors.values():
-        for piece in record.pieces:
-            by_file.setdefault(piece.file, []).append((piece.offset, piece.length, piece.key))
-    for file, ranges in by_file.items():
-        ranges.sort()
-        for (offset, length, key), (after, _, other) in itertools.pairwise(ranges):
-            if offset + length > after:
-                raise CheckpointError(f"{where}: file {file!r}: tensors {key!r} and {other!r} overlap at byte {after}.")
+    pieces = sorted((piece for record in tensors.values() for piece in record.pieces), key=lambda piece: (piece.file, piece.offset))
+    for one, other in itertools.pairwise(pieces):
+        if one.file == other.file and one.offset + one.length > other.offset:
+            raise CheckpointError(f"{where}: file {one.file!r}: tensors {one.key!r} and {other.key!r} overlap at byte {other.offset}.")
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
