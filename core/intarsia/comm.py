@@ -32,6 +32,10 @@ ReduceOp = Literal["sum", "max", "min"]
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
+# Newer torch renames these two and warns of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclasses.dataclass
 class Statistic:
@@ -336,7 +340,7 @@ class ProcessGroupCommunicator(Communicator):
         sizes = [count * local.element_size() for count in counts]
         full = data.new_empty(sum(sizes))
         if len(set(sizes)) == 1:
-            dist.all_gather_into_tensor(full, data, self.group)
+            _all_gather(full, data, self.group)
         elif self._is_gloo(data):
             parts = list(full.split(sizes))
             parts[self.rank].copy_(data)
@@ -360,7 +364,7 @@ class ProcessGroupCommunicator(Communicator):
         work = self._reducible(work)
         result = work.new_empty(counts[self.rank])
         if len(set(counts)) == 1:
-            dist.reduce_scatter_tensor(result, work, _torch_op(op), self.group)
+            _reduce_scatter(result, work, _torch_op(op), self.group)
         else:
             dist.reduce_scatter(result, list(work.split(counts)), _torch_op(op), self.group)
         return result.to(full.dtype)

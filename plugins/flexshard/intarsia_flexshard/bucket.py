@@ -101,8 +101,11 @@ class Bucket:
         released = torch.full((), math.nan, dtype=self.compute_dtype, device=device)
         self._released = [released.expand(info.shape) for info in self.infos]
         self.whole: dict[str, nn.Parameter] = {}
-        for info, view in zip(self.infos, self._views, strict=True):
-            self.whole[info.name] = nn.Parameter(view, requires_grad=info.trainable)
+        for info, view, stand_in in zip(self.infos, self._views, self._released, strict=True):
+            # Made from the stand-in and not from the view, whose version counter every gather moves: autograd would refuse what it has saved.
+            parameter = nn.Parameter(stand_in, requires_grad=info.trainable)
+            parameter.data = view
+            self.whole[info.name] = parameter
         self.is_unsharded = True
         self._gradients: dict[int, Tensor] = {}
         self.open, self.entered, self.calls = True, False, 0
