@@ -19,73 +19,61 @@ from intarsia.data.records import to_document
 from intarsia.errors import UsageError
 
 
-class RangeIndex:
-    """Where every document lies: number of its file, its number there, first byte, bytes. Built by one pass over the files, on first use."""
-
-    def __init__(self, files: list[Path], separator: bytes):
-        ranges = [(number, *piece) for number, file in enumerate(files) for piece in split_ranges(file, separator)]
-        self.table = numpy.array(ranges, dtype=numpy.int64).reshape(-1, 4)
-
-
 class FileSource:
-    """What text and JSON lines have in common: files, and in them byte ranges."""
+    """What text and JSON lines have in common: files, and in them byte ranges between separators (empty: each file is one)."""
 
-    def __init__(self, paths: tuple[str, ...], errors: str, kind: str, settings: tuple[object, ...]):
-        if errors not in ("strict", "replace"):
-            raise UsageError(f"{kind}: errors={errors!r} is unknown; it is strict or replace.")
-        self.files = expand(paths, kind)
-        self.errors = errors
-        self._settings = (kind, errors, *settings)
-        self._ranges = FileRanges()
+    def __init__(self, kind: str, config: TextConfig | JsonlConfig, separator: bytes):
+        if config.errors not in ("strict", "replace"):
+            raise UsageError(f"{kind}: errors={config.errors!r} is unknown; it is strict or replace.")
+        self.files = expand(config.paths, kind)
+        self._config, self._separator, self._ranges = config, separator, FileRanges()
+
+    @functools.cached_property
+    def _places(self) -> numpy.ndarray:
+        """Of every document the number of its file, its number there, first byte, bytes. One pass over the files, on first use."""
+        if not self._separator:
+            return numpy.array([(number, 0, 0, -1) for number in range(len(self.files))], dtype=numpy.int64)
+        pieces = ((number, *piece) for number, file in enumerate(self.files) for piece in split_ranges(file, self._separator))
+        return numpy.array(list(pieces), dtype=numpy.int64).reshape(-1, 4)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _text(self, index: int, where: str) -> tuple[str, str]:
+        """The text of document `index`, and where it lies: `where` with the file, the line (from 1) and the first byte filled in."""
+        file, piece, start, length = map(int, self._places[index])
+        where = where.format(file=self.files[file], line=piece + 1, start=start)
+        return decode(self._ranges.read(self.files[file], start, length), self._config.errors, where), where
 
     def fingerprint(self) -> str:
         """Over names, sizes and times of the files, and the settings."""
-        return fingerprint(self.files, *self._settings)
+        return fingerprint(self.files, self._config)
 
 
 class TextSource(FileSource):
     """Documents from text files: whole files, or the pieces between separators."""
 
     def __init__(self, config: TextConfig):
-        super().__init__(config.paths, config.errors, "text", (config.separator,))
-        self._separator = config.separator.encode()
-
-    @functools.cached_property
-    def _index(self) -> RangeIndex:
-        return RangeIndex(self.files, self._separator)
-
-    def __len__(self) -> int:
-        return len(self._index.table) if self._separator else len(self.files)
+        super().__init__("text", config, config.separator.encode())
 
     def __getitem__(self, index: int) -> Document:
-        number, _, start, length = map(int, self._index.table[index]) if self._separator else (index, 0, 0, -1)
-        data = self._ranges.read(self.files[number], start, length)
-        return Document(text=decode(data, self.errors, f"{self.files[number]}, from byte {start} on"))
+        return Document(text=self._text(index, "{file}, from byte {start} on")[0])
 
 
 class JsonlSource(FileSource):
     """Documents from files with one JSON object on each line; any line is found by its byte offset."""
 
     def __init__(self, config: JsonlConfig):
-        super().__init__(config.paths, config.errors, "jsonl", (config.field, config.trained))
-        self._config = config
-
-    @functools.cached_property
-    def _index(self) -> RangeIndex:
-        return RangeIndex(self.files, b"\n")
-
-    def __len__(self) -> int:
-        return len(self._index.table)
+        super().__init__("jsonl", config, b"\n")
+        self._fields = config.field, config.trained
 
     def __getitem__(self, index: int) -> Document:
-        number, line, start, length = map(int, self._index.table[index])
-        where = f"{self.files[number]}:{line + 1}"
-        text = decode(self._ranges.read(self.files[number], start, length), self.errors, where)
+        text, where = self._text(index, "{file}:{line}")
         try:
             record = json.loads(text)
         except ValueError as error:
             raise UsageError(f"{where}: not valid JSON: {error}.") from None
-        return to_document(record, self._config.field, where, self._config.trained)
+        return to_document(record, self._fields[0], where, self._fields[1])
 
 
 class StdlibSource:

@@ -24,7 +24,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy
 
@@ -90,21 +90,24 @@ def build(source: DataSource, tokenizer: Tokenizer, name: str, folder: Path) -> 
                 lengths.append(len(ids))
                 sizes.append(size)
                 masked = masked or not mask.all()
-                for file, array in ((tokens, ids), (trained, mask)):
-                    file.write(array.data)
+                for output, array in ((tokens, ids), (trained, mask)):
+                    output.write(array.data)
                     digest.update(array.data)
             if time.monotonic() - reported > REPORT_EVERY_S:
                 reported = time.monotonic()
                 log.info("%s: tokenised %d of %d documents", name, len(lengths), count)
-        _sync(tokens)
     if not masked:
         (folder / "trained.bin").unlink()
     offsets = numpy.concatenate([[0], numpy.cumsum(lengths, dtype=numpy.int64)]).astype(numpy.int64)
     digest.update(offsets.data)
-    _write(folder / "offsets.bin", offsets.tobytes())
-    _write(folder / "bytes.bin", numpy.array(sizes, dtype=numpy.int64).tobytes())
+    offsets.tofile(folder / "offsets.bin")
+    numpy.array(sizes, dtype=numpy.int64).tofile(folder / "bytes.bin")
     facts = {"documents": count, "tokens": int(offsets[-1]), "dtype": dtype.name, "digest": digest.hexdigest(), "trained": bool(masked)}
-    _write(folder / "facts.json", json.dumps(facts).encode())
+    (folder / "facts.json").write_text(json.dumps(facts))
+    for path in folder.iterdir():
+        # Durable before the folder is renamed into place.
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
 
 
 Tokenised = tuple[numpy.ndarray, numpy.ndarray, int]
@@ -187,19 +190,6 @@ def _map(path: Path, dtype: str, count: int) -> numpy.ndarray:
     if path.stat().st_size != count * numpy.dtype(dtype).itemsize:
         raise ValueError(f"{path} has the wrong size")
     return numpy.asarray(numpy.memmap(path, dtype=dtype, mode="r", shape=(count,))) if count else numpy.empty(0, dtype)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """A whole file, durable."""
-    with open(path, "wb") as file:
-        file.write(data)
-        _sync(file)
-
-
-def _sync(file: IO[bytes]) -> None:
-    """Everything written so far reaches the disk before the folder is renamed into place."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
