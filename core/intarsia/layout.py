@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -48,6 +49,11 @@ DTYPE_BYTES: Mapping[str, int] = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
 }  # fmt: skip
 """Bytes of one element, by torch's dtype names."""
+
+
+def _require(kept: bool, sentence: str) -> None:
+    if not kept:
+        raise UsageError(sentence)
 
 
 # ---------------------------------------------------------------- boxes and regions
@@ -244,19 +250,16 @@ class Layout:
         one region for each rank, as in `Partition.regions[member]`. Raises UsageError unless every piece is cut into a disjoint cover of itself.
         """
         size, rest = divmod(len(regions), len(self.regions))
-        if rest or not size:
-            raise UsageError(f"Axis {axis!r}: {len(regions)} regions cannot be shared out evenly over {len(self.regions)} pieces.")
+        shared = not rest and size > 0
+        _require(shared, f"Axis {axis!r}: {len(regions)} regions cannot be shared out evenly over {len(self.regions)} pieces.")
         layout = self._with(axis, size, "cut", tuple(map(tuple, regions)))
         problem = _check_cover(self.shape, layout.regions)
-        for index, region in enumerate(layout.regions):
-            if problem:
-                break
+        for index, region in enumerate(layout.regions if not problem else ()):
             piece = self.regions[index // size]
             inside = sum(common.numel for box in region for outer in piece if (common := box.intersect(outer)) is not None)
             if inside != region_numel(region):
-                problem = f"region {index % size} of piece {index // size} leaves that piece"
-        if problem:
-            raise UsageError(f"Axis {axis!r} cannot cut the tensor of shape {self.shape}: {problem}.")
+                problem = problem or f"region {index % size} of piece {index // size} leaves that piece"
+        _require(not problem, f"Axis {axis!r} cannot cut the tensor of shape {self.shape}: {problem}.")
         return layout
 
     def replicate(self, axis: str, size: int) -> Layout:
@@ -265,20 +268,17 @@ class Layout:
 
     def partial(self, axis: str, size: int, op: Literal["sum", "max"]) -> Layout:
         """This layout with a further, innermost axis along which a reduction is pending: each rank holds a contribution."""
-        if op not in ("sum", "max"):
-            raise UsageError(f"Axis {axis!r}: a pending reduction is 'sum' or 'max', not {op!r}.")
+        _require(op in ("sum", "max"), f"Axis {axis!r}: a pending reduction is 'sum' or 'max', not {op!r}.")
         return self._with(axis, size, op, self.regions)
 
     def _with(self, axis: str, size: int, kind: AxisKind, regions: tuple[Region, ...]) -> Layout:
-        if any(axis == name for name, _ in self.axes):
-            raise UsageError(f"Axis {axis!r} is in the layout already.")
-        if size < 1:
-            raise UsageError(f"Axis {axis!r} has size {size}; it must be at least 1.")
         kinds = (*self.kinds, kind)
-        if "sum" in kinds and "max" in kinds:
-            raise UsageError(
-                f"Axis {axis!r}: sum and max cannot be pending at once, since their order would change the value. Reduce one first."
-            )
+        _require(all(axis != name for name, _ in self.axes), f"Axis {axis!r} is in the layout already.")
+        _require(size >= 1, f"Axis {axis!r} has size {size}; it must be at least 1.")
+        mixed = "sum" in kinds and "max" in kinds
+        _require(
+            not mixed, f"Axis {axis!r}: sum and max cannot be pending at once, as their order would change the value. Reduce one first."
+        )
         return Layout(self.shape, self.dtype, (*self.axes, (axis, size)), kinds, regions)
 
     @property
@@ -336,45 +336,41 @@ class Layout:
     @classmethod
     def from_json(cls, value: Any) -> Layout:
         """The layout that `to_json` wrote. The value is not trusted: UsageError says what is wrong with it."""
-        if not isinstance(value, Mapping) or set(value) != {"shape", "dtype", "axes", "regions"}:
-            raise UsageError(f"A layout is an object with shape, dtype, axes and regions, not {str(value)[:80]!r}.")
+        known = isinstance(value, Mapping) and set(value) == {"shape", "dtype", "axes", "regions"}
+        _require(known, f"A layout is an object with shape, dtype, axes and regions, not {str(value)[:80]!r}.")
         shape = _integers(value["shape"], "shape")
-        if not isinstance(value["dtype"], str):
-            raise UsageError(f"A layout's dtype is a string, not {value['dtype']!r}.")
+        _require(isinstance(value["dtype"], str), f"A layout's dtype is a string, not {value['dtype']!r}.")
         regions = tuple(_region_from_json(entry) for entry in _list(value["regions"], "regions"))
         layout = cls(shape, value["dtype"], (), (), regions)
         for entry in _list(value["axes"], "axes"):
-            name, size, kind = entry if isinstance(entry, list) and len(entry) == 3 else (None, None, None)
-            if not isinstance(name, str) or type(size) is not int or kind not in ("cut", "replicate", "sum", "max"):
-                raise UsageError(f"An axis of a layout is [name, size, cut|replicate|sum|max], not {str(entry)[:80]!r}.")
+            fields: list[Any] = entry if isinstance(entry, list) and len(entry) == 3 else [None] * 3
+            name, size, kind = fields
+            good = isinstance(name, str) and type(size) is int and kind in ("cut", "replicate", "sum", "max")
+            _require(good, f"An axis of a layout is [name, size, cut|replicate|sum|max], not {str(entry)[:80]!r}.")
             layout = layout._with(name, size, kind, regions)
         pieces = math.prod(size for (_, size), kind in zip(layout.axes, layout.kinds, strict=True) if kind == "cut")
         problem = f"{len(regions)} regions for {pieces} pieces" if len(regions) != pieces else _check_cover(shape, regions)
-        if problem:
-            raise UsageError(f"The layout of shape {shape} is not valid: {problem}.")
+        _require(not problem, f"The layout of shape {shape} is not valid: {problem}.")
         return layout
 
 
 def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise UsageError(f"A layout's {what} must be a list, not {str(value)[:80]!r}.")
+    _require(isinstance(value, list), f"A layout's {what} must be a list, not {str(value)[:80]!r}.")
     return value
 
 
 def _integers(value: Any, what: str) -> tuple[int, ...]:
-    if any(type(item) is not int or item < 0 for item in _list(value, what)):
-        raise UsageError(f"A layout's {what} must be a list of integers that are not negative, not {str(value)[:80]!r}.")
+    good = all(type(item) is int and item >= 0 for item in _list(value, what))
+    _require(good, f"A layout's {what} must be a list of integers that are not negative, not {str(value)[:80]!r}.")
     return tuple(value)
 
 
 def _region_from_json(value: Any) -> Region:
     boxes = []
     for entry in _list(value, "region"):
-        if len(_list(entry, "box")) != 2:
-            raise UsageError(f"A layout's box must be [start, size], not {str(entry)[:80]!r}.")
+        _require(len(_list(entry, "box")) == 2, f"A layout's box must be [start, size], not {str(entry)[:80]!r}.")
         start, size = _integers(entry[0], "box start"), _integers(entry[1], "box size")
-        if len(start) != len(size):
-            raise UsageError(f"A layout's box has a start of {len(start)} dimensions and a size of {len(size)}.")
+        _require(len(start) == len(size), f"A layout's box has a start of {len(start)} dimensions and a size of {len(size)}.")
         boxes.append(Box(start, size))
     return tuple(boxes)
 
@@ -457,9 +453,8 @@ def build_layouts(members: Sequence[Member], steps: Sequence[tuple[str, int, Pla
     box's shape; a piece of several boxes is a 1-D member in storage order, which only a placement with `accepts == "region"` may cut. Raises
     UsageError, naming placements and axes, for a composition that is not legal, and PluginError for a placement that breaks its contract.
     """
-    names = [member.name for member in members]
-    if len(set(names)) != len(names):
-        raise UsageError(f"A bucket has two members of the name {next(name for name in names if names.count(name) > 1)!r}.")
+    twice = sorted(name for name, count in Counter(member.name for member in members).items() if count > 1)
+    _require(not twice, f"A bucket has several members of the name {', '.join(map(repr, twice))}.")
     for member in members:
         _check_member(member)
     pieces: list[list[Region]] = [[whole_region(member.shape) for member in members]]
@@ -469,8 +464,7 @@ def build_layouts(members: Sequence[Member], steps: Sequence[tuple[str, int, Pla
         if placement == "replicate":
             kinds.append("replicate")
             continue
-        if size < 1:
-            raise UsageError(f"Axis {axis!r} has size {size}; it must be at least 1.")
+        _require(size >= 1, f"Axis {axis!r} has size {size}; it must be at least 1.")
         answers = [_cut_piece(members, piece, axis, size, placement, outer) for piece in pieces]
         replicas = {replicated for _, replicated in answers if replicated is not None}
         if len(replicas) > 1:
@@ -490,12 +484,9 @@ def build_layouts(members: Sequence[Member], steps: Sequence[tuple[str, int, Pla
 
 
 def _check_member(member: Member) -> None:
-    if any(size < 0 for size in member.shape):
-        raise UsageError(f"Member {member.name!r} has the shape {member.shape}; sizes must not be negative.")
-    if member.tile is not None and (len(member.tile) != len(member.shape) or any(size < 1 for size in member.tile)):
-        raise UsageError(
-            f"Member {member.name!r} has tile {member.tile} for shape {member.shape}: one size of at least 1 for each dimension."
-        )
+    _require(min(member.shape, default=0) >= 0, f"Member {member.name!r} has the shape {member.shape}; sizes must not be negative.")
+    good = member.tile is None or (len(member.tile) == len(member.shape) and min(member.tile, default=1) >= 1)
+    _require(good, f"Member {member.name!r} has tile {member.tile} for shape {member.shape}: one size of at least 1 for each dimension.")
 
 
 # ---------------------------------------------------------------- the local buffer of a bucket

@@ -10,7 +10,6 @@ Ranks are row-major numbers over each layout's own axes; rank r of both layouts 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
@@ -131,23 +130,18 @@ class Transfer:
     def __init__(self, src: Layout, dst: Layout) -> None:
         self.src, self.dst = src, dst
         self.ranks = max(src.ranks, dst.ranks)
+        self._source_index, self._destination_index = _Index(src), _Index(dst)
         self._reduction: MoveOp = src.pending[0][1] if src.pending else "copy"  # type: ignore[assignment]
         self._replicas = math.prod(size for (_, size), kind in zip(src.axes, src.kinds, strict=True) if kind == "replicate")
         self._sources: dict[tuple[int, int], list[int]] = {}
         for rank in range(src.ranks):
             key = (src.index_along(rank, "cut"), src.index_along(rank, "replicate"))
             self._sources.setdefault(key, []).append(rank)
-        self._holders: dict[int, list[int]] = {}
-        for rank in range(dst.ranks):
-            self._holders.setdefault(dst.index_along(rank, "cut"), []).append(rank)
-
-    @functools.cached_property
-    def _source_index(self) -> _Index:
-        return _Index(self.src)
-
-    @functools.cached_property
-    def _destination_index(self) -> _Index:
-        return _Index(self.dst)
+        # Where a sum is pending in the destination, only its coordinate 0 takes data.
+        takers = [rank for rank in range(dst.ranks) if not dst.index_along(rank, "sum")]
+        self._takers: dict[int, list[int]] = {}
+        for rank in takers:
+            self._takers.setdefault(dst.index_along(rank, "cut"), []).append(rank)
 
     def _sources_for(self, piece: int, destination: int) -> list[int]:
         """The ranks, ascending, whose contributions make `piece` of the source for rank `destination`; one where nothing is pending."""
@@ -155,16 +149,11 @@ class Transfer:
         replica = self.src.index_along(destination, "replicate") if inside else destination % self._replicas
         return self._sources[piece, replica]
 
-    def _takes_zeros(self, destination: int) -> bool:
-        return self.dst.index_along(destination, "sum") > 0
-
     def receives(self, rank: int) -> list[Move]:
         """What `rank` takes, from itself too, in the order in which it must be applied; [] for a rank outside the destination's mesh."""
         moves: list[Move] = []
-        if rank >= self.dst.ranks:
-            return moves
-        for target in _held(0, self.dst.local(rank)):
-            if self._takes_zeros(rank):
+        for target in _held(0, self.dst.local(rank)) if rank < self.dst.ranks else ():
+            if self.dst.index_along(rank, "sum"):
                 moves.append(Move(rank, rank, "zero", target.box, target.box, target.offset, target.box, target.offset))
                 continue
             for origin, common in self._source_index.meeting(target.box):
@@ -176,37 +165,24 @@ class Transfer:
     def sends(self, rank: int) -> list[Move]:
         """What `rank` hands out, to itself too, by ascending destination and then in the order in which that destination takes it."""
         moves: list[Move] = []
-        if rank >= self.src.ranks:
-            return moves
-        for origin in _held(self.src.index_along(rank, "cut"), self.src.local(rank)):
+        held = _held(self.src.index_along(rank, "cut"), self.src.local(rank)) if rank < self.src.ranks else ()
+        for origin in held:
             for target, common in self._destination_index.meeting(origin.box):
-                for destination in self._holders[target.piece]:
-                    if self._takes_zeros(destination):
-                        continue
+                for destination in self._takers[target.piece]:
                     sources = self._sources_for(origin.piece, destination)
                     if rank in sources:
                         op = self._reduction if rank != sources[0] else "copy"
                         moves.append(Move(rank, destination, op, common, origin.box, origin.offset, target.box, target.offset))
         return sorted(moves, key=lambda move: (move.destination, move.destination_offset, move.source_offset))
 
-    def send_counts(self, rank: int) -> list[int]:
-        """Elements that `rank` sends to each rank over the wire; 0 to itself."""
-        counts = [0] * self.ranks
+    def counts(self, rank: int) -> tuple[list[int], list[int]]:
+        """Elements that `rank` sends to and receives from each rank over the wire; 0 for itself."""
+        sent, received = [0] * self.ranks, [0] * self.ranks
         for move in self.sends(rank):
-            counts[move.destination] += move.box.numel * (move.destination != rank)
-        return counts
-
-    def receive_counts(self, rank: int) -> list[int]:
-        """Elements that `rank` receives from each rank over the wire; 0 from itself."""
-        counts = [0] * self.ranks
+            sent[move.destination] += move.box.numel * (move.destination != rank)
         for move in self.receives(rank):
-            counts[move.source] += move.box.numel * (move.source != rank)
-        return counts
-
-    def moves(self) -> Iterator[Move]:
-        """All moves, by destination."""
-        for rank in range(self.dst.ranks):
-            yield from self.receives(rank)
+            received[move.source] += move.box.numel * (move.source != rank)
+        return sent, received
 
 
 def transfer(src: Layout, dst: Layout) -> Transfer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from intarsia_placements.config import Block, Column, Row
-
 from intarsia_testing.placement import PlacementConformance
 
 

@@ -180,6 +180,8 @@ def test_several_boxes_are_one_dimensional_inside() -> None:
     layout = one((3, 4), ("a", 2, FLAT), ("b", 2, FLAT))
     assert sizes(layout) == [3, 3, 3, 3]
     assert layout.local(1) == (Box((0, 3), (1, 1)), Box((1, 0), (1, 2)))
+    # Elements 18 to 25 of 25, which lie in one box of the outer piece, in storage order.
+    assert one((5, 5), ("a", 2, FLAT), ("b", 2, FLAT)).local(3) == (Box((3, 3), (1, 2)), Box((4, 0), (1, 5)))
     owner = one((3, 4), ("a", 2, FLAT), ("b", 2, OWNED))
     assert sizes(owner) == [6, 0, 6, 0]
 
@@ -230,7 +232,7 @@ def test_replicate_by_word_and_by_placement_are_the_same() -> None:
             ),
             "region 0 of piece 0 leaves that piece",
         ),
-        (lambda: build_layouts([Member("x", (2,)), Member("x", (3,))], []), "two members of the name 'x'"),
+        (lambda: build_layouts([Member("x", (2,)), Member("x", (3,))], []), "several members of the name 'x'"),
         (lambda: build_layouts([Member("x", (2,), tile=(1, 1))], []), r"'x' has tile \(1, 1\) for shape \(2,\)"),
         (lambda: build_layouts([Member("x", (-2,))], []), "must not be negative"),
         (lambda: build_layouts([Member("x", (2,))], [("a", 0, ROW)]), "size 0; it must be at least 1"),
@@ -345,7 +347,7 @@ def test_row_to_column_moves_what_is_elsewhere_only() -> None:
         (0, 0, "copy", "[0:1, 0:2]"),
         (1, 0, "copy", "[1:2, 0:2]"),
     ]
-    assert plan.send_counts(0) == [0, 2] and plan.receive_counts(0) == [0, 2]
+    assert plan.counts(0) == ([0, 2], [0, 2])
     assert simulate(plan, [[0, 1, 2, 3], [4, 5, 6, 7]]) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
@@ -377,7 +379,7 @@ def test_a_pending_sum_is_reduced_in_order_of_source() -> None:
 def test_into_a_pending_sum_the_first_gets_the_value_and_the_others_zeros() -> None:
     plan = transfer(Layout.whole((2,)), Layout.whole((2,)).partial("dp", 2, "sum"))
     assert simulate(plan, [[7, 8]]) == [[7, 8], [0, 0]]
-    assert plan.send_counts(0) == [0, 0] and plan.receive_counts(1) == [0, 0]
+    assert plan.counts(0) == plan.counts(1) == ([0, 0], [0, 0])
 
 
 def test_the_norm_of_a_pending_tensor_is_taken_after_the_reduction() -> None:
