@@ -87,19 +87,30 @@ def find_backend(name: str, plugins: Plugins) -> CheckpointBackend:
     return plugins.build(plugins.config_class(entry)())
 
 
+def storage_of_run(run: str | os.PathLike[str], plugins: Plugins | None = None) -> Storage:
+    """The storage that a run directory's recipe names; the directory itself where it has no recipe."""
+    if not (Path(run) / "recipe.json").exists():
+        return PosixStorage(Path(run).absolute())
+    from intarsia import config
+    from intarsia import plugins as registry
+
+    chosen = plugins or registry.current()
+    return chosen.build(config.load_saved(run, plugins=chosen).recipe.checkpoint.storage, Path(run).absolute())
+
+
 def open_checkpoint(path: str | os.PathLike[str], storage: Storage | None = None, plugins: Plugins | None = None) -> Checkpoint:
-    """The checkpoint in a folder, or the newest complete one of a run directory. `path` is within `storage` where one is given. Stability: provisional."""
-    if storage is None:
-        place = Path(path).expanduser().absolute()
-        storage, folder = PosixStorage(place.parent), place.name
-    else:
-        folder = str(path)
-    names = storage.list(folder)
-    if f"{folder}/{MARKER}" not in names and f"{folder}/{MANIFEST}" not in names:
-        base = folder if folder.rpartition("/")[2] == BASE else f"{folder}/{BASE}"
-        complete, skipped = commit.scan(storage, base)
-        if not complete:
-            reasons = "".join(f"\n  {entry.folder}: {entry.reason}" for entry in skipped)
-            raise CheckpointError(f"There is no complete checkpoint in {storage.describe()}/{folder}.{reasons}")
-        folder = complete[0].folder
-    return Checkpoint(storage, folder, plugins)
+    """The checkpoint in a folder, or the newest complete one of a run directory.
+
+    With `storage`, `path` is a checkpoint's folder in it, or "" for the newest one of its run. CheckpointError where there is none. Stability: provisional.
+    """
+    place = Path(path).expanduser().absolute()
+    if storage is None and ((place / MARKER).exists() or (place / MANIFEST).exists()):
+        return Checkpoint(PosixStorage(place.parent), place.name, plugins)
+    if storage is not None and str(path):
+        return Checkpoint(storage, str(path), plugins)
+    storage = storage or storage_of_run(place, plugins)
+    complete, skipped = commit.scan(storage, BASE)
+    if not complete:
+        reasons = "".join(f"\n  {entry.folder}: {entry.reason}" for entry in skipped)
+        raise CheckpointError(f"There is no complete checkpoint in {storage.describe()}.{reasons}")
+    return Checkpoint(storage, complete[0].folder, plugins)
