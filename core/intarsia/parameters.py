@@ -278,7 +278,8 @@ def materialise_buffers(model: nn.Module, device: torch.device, seed: int) -> No
             if not buffer.is_meta:
                 module._buffers[key] = buffer.to(device)
                 continue
-            module._buffers[key] = torch.zeros_like(buffer, device=device)
+            # Not zeros_like: of a meta tensor it imports torch's symbolic shapes and sympy, a second at every start.
+            module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
             if name in inits:
                 fill_region(name, buffer.shape, inits[name], whole_region(buffer.shape), module._buffers[key], seed)
             elif key not in module._non_persistent_buffers_set:
