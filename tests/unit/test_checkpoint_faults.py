@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import pickle
 import threading
@@ -72,10 +73,8 @@ def test_death_at_every_operation_leaves_the_old_or_the_new() -> None:
         inner = MemoryStorage()
         save(inner, 1, keep_last=1)
         storage = FaultyStorage(inner, operations)
-        try:
+        with contextlib.suppress(Killed, CheckpointError):
             save(storage, 2, keep_last=1)
-        except (Killed, CheckpointError):
-            pass
         found = load_newest(inner)
         assert found in (1, 2), f"killed at operation {operations}: {storage.log}"
         outcomes.add(found)
@@ -94,10 +93,8 @@ def test_death_at_every_operation_on_a_disk(tmp_path: Path) -> None:
         inner = PosixStorage(tmp_path / str(operation), fsync=False)
         save(inner, 1)
         storage = FaultyStorage(inner, operation)
-        try:
+        with contextlib.suppress(Killed, CheckpointError):
             save(storage, 2)
-        except (Killed, CheckpointError):
-            pass
         assert load_newest(inner) in (1, 2)
         if not storage.dead:
             return

@@ -214,7 +214,10 @@ def test_keyed_state_is_merged_and_given_whole_to_every_rank() -> None:
         (lambda rank: StateItem("a", "x", "keyed", {"k": rank // 2}), "two values for 'k': 0 from an earlier rank, 1 from rank 2"),
         (lambda rank: StateItem("a", "x", "replicated", 1, version=1 + rank // 2), "has version 1 on rank 0 and 2 on rank 2"),
         (lambda rank: StateItem("a", f"x{rank // 2}", "rank", 1), "'a/x0' must have an entry for each of 3 ranks, and lacks rank 2"),
-        (lambda rank: StateItem("a", f"x{rank // 2}", "rank", torch.ones(1)), "'a/x0' must have an entry for each of 3 ranks, and lacks rank 2"),
+        (
+            lambda rank: StateItem("a", f"x{rank // 2}", "rank", torch.ones(1)),
+            "'a/x0' must have an entry for each of 3 ranks, and lacks rank 2",
+        ),
     ],
 )
 def test_ranks_that_contradict_each_other(make: Any, words: str) -> None:

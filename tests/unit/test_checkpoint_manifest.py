@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
 from intarsia.checkpoint.manifest import decode, encode, find_overlap, from_json, to_json
 from intarsia.contracts import Box
 from intarsia.errors import CheckpointError

@@ -72,8 +72,7 @@ def _runs(stored: Piece, outer: Box, want: Box, item_bytes: int) -> Iterator[Rea
     if run_bytes > READ_BYTES or gap_bytes >= SKIP_BYTES:
         count = want.size[axis] if want.size else 1
         if count > 1:
-            middle = 1 if gap_bytes >= SKIP_BYTES else count // 2
-            for first, n in ((0, middle), (middle, count - middle)):
+            for first, n in ((0, count // 2), (count // 2, count - count // 2)):
                 part_start = (*want.start[:axis], want.start[axis] + first, *want.start[axis + 1 :])
                 part_size = (*want.size[:axis], n, *want.size[axis + 1 :])
                 yield from _runs(stored, outer, Box(part_start, part_size), item_bytes)
