@@ -19,23 +19,21 @@ PLUGINS = fakes.loaded()
 EXTRA = ["extensions.my_section.options.q=1", "sinks=board", "data.mixture.1.source=files", "data.mixture.1.source.paths=a"]
 
 
-def mutations(path):
-    """(what, path) for each way to get one key wrong."""
+def mutations(path, number):
+    """(what, path) for each way to get one key wrong; which typo and which wrong section goes by `number`."""
     *above, last = split(path)
     parent = ".".join(above)
-    yield "typo", join(parent, last[:-1] + ("x" if last[-1] != "x" else "y"))
-    yield "typo", join(parent, last + "s")
-    yield "typo", join(parent, last[1:] or "zz")
-    yield "typo above", ".".join([*above[:-1], above[-1] + "x", last]) if above else "x" + last
-    yield "wrong case", ".".join([*above, last.upper()]) if last.upper() != last else join(parent, last + "X")
-    yield (
-        "wrong case above",
-        ".".join([segment.upper() for segment in above] + [last]) if parent.upper() != parent else parent.lower() + "X." + last,
-    )
-    yield "wrong section", join("train" if above[:1] != ["train"] else "mesh", last)
-    yield "wrong section", f"{last}.{path}"
-    if above:
-        yield "wrong section", last
+    typos = [
+        join(parent, last[:-1] + ("x" if last[-1] != "x" else "y")),
+        join(parent, last + "s"),
+        join(parent, last[1:] or "zz"),
+        ".".join([*above[:-1], above[-1] + "x", last]) if above else "x" + last,
+    ]
+    sections = [join("train" if above[:1] != ["train"] else "mesh", last), f"{last}.{path}", last if above else f"train.{last}"]
+    yield "typo", typos[number % len(typos)]
+    yield "wrong section", sections[number % len(sections)]
+    yield "wrong case", join(parent, last.upper() if last.upper() != last else last + "X")
+    yield "wrong case", ".".join([*(segment.upper() for segment in above), last]) if parent.upper() != parent else "X" + path
     yield "old name", join(parent, "old_" + last)
 
 
@@ -57,9 +55,10 @@ def same(left, right):
 
 
 def recipes():
-    """(plugins, recipe, overrides, paths to mutate): the fake one, and of every installed recipe what no earlier one has."""
-    yield PLUGINS, "fake/small", EXTRA, list(representatives(resolve("fake/small", EXTRA, plugins=PLUGINS)).values())
-    installed, seen = all_plugins.load(), set()
+    """(plugins, recipe, overrides, paths to mutate): the fake one, and of every installed recipe the paths that no earlier one has."""
+    first = representatives(resolve("fake/small", EXTRA, plugins=PLUGINS))
+    yield PLUGINS, "fake/small", EXTRA, list(first.values())
+    installed, seen = all_plugins.load(), set(first)
     for entry in installed.registry("recipe").entries():
         try:
             installed.target(entry)
@@ -84,8 +83,8 @@ IDS = [name for _, name, _, _ in RECIPES]
 def test_every_mutated_key_on_the_command_line(plugins, name, extra, paths):
     base = resolve(name, extra, plugins=plugins)
     silent, unhelpful, tried = [], [], 0
-    for path in paths:
-        for what, mutated in mutations(path):
+    for number, path in enumerate(paths):
+        for what, mutated in mutations(path, number):
             if mutated in base.values:
                 continue
             tried += 1
@@ -123,8 +122,8 @@ def test_every_mutated_key_in_a_file(plugins, name, extra, paths, tmp_path):
     base = resolve(name, extra, plugins=plugins)
     saved = base.recipe_json()
     silent = []
-    for path in paths:
-        for what, mutated in mutations(path):
+    for number, path in enumerate(paths):
+        for what, mutated in mutations(path, number):
             if mutated in saved["values"]:
                 continue
             values = {mutated if key == path else key: value for key, value in saved["values"].items()}

@@ -92,9 +92,9 @@ def resolve(name: str, overrides: Sequence[str] = (), transforms: Sequence[str] 
     if name.endswith(".json") or (Path(name) / "recipe.json").is_file():
         return load_saved(name, overrides, transforms, plugins)
     chosen = plugins or _selected(overrides, {})
-    recipe = _call(chosen, "recipe", name)
-    root = Schema(chosen).grow(recipe, ROOT, "", f"recipe {name}")
-    resolved = _layers(name, root, overrides, transforms, chosen)
+    recipe, schema = _call(chosen, "recipe", name), Schema(chosen)
+    root = schema.grow(recipe, ROOT, "", f"recipe {name}")
+    resolved = _layers(name, root, overrides, transforms, schema)
     if plugins is None and _reselect(resolved.recipe, chosen):
         return resolve(name, overrides, transforms, current())
     return resolved
@@ -110,16 +110,16 @@ def load_saved(path: str | Path, overrides: Sequence[str] = (), transforms: Sequ
     if file.name == "resolved.json":
         file = file.with_name("recipe.json")
     saved = _read(file, {"schema", "recipe", "values"})
-    values = saved.get("values")
-    if not isinstance(values, dict):
-        raise UsageError(f"{file}: `values` must be an object of paths and values.")
     beside = file.with_name("resolved.json")
-    decisions = _read(beside, {"schema", "asked", "values", "decisions", "dropped"}).get("decisions", {}) if beside.exists() else {}
+    decided = _read(beside, {"schema", "asked", "values", "decisions", "dropped"}) if beside.exists() else {}
+    values, decisions = saved.get("values"), decided.get("decisions", {})
+    if not isinstance(values, dict) or not isinstance(decisions, dict):
+        raise UsageError(f"{file}: `values`, and `decisions` of resolved.json beside it, must be objects.")
     chosen = plugins or _selected(overrides, values)
     schema = Schema(chosen)
     recipe = finish(plant(values, str(file)), schema, str(file))
     root = schema.grow(recipe, ROOT, "", str(file))
-    resolved = _layers(str(saved.get("recipe") or recipe.name), root, overrides, transforms, chosen)
+    resolved = _layers(str(saved.get("recipe") or recipe.name), root, overrides, transforms, schema)
     if plugins is None and _reselect(resolved.recipe, chosen):
         return load_saved(path, overrides, transforms, current())
     resolved.pinned = decisions
@@ -136,12 +136,12 @@ def diff(left: Resolved, right: Resolved) -> list[Difference]:
 # ---------------------------------------------------------------- layers
 
 
-def _layers(name: str, root: Branch, texts: Sequence[str], transforms: Sequence[str], plugins: Plugins) -> Resolved:
-    schema, dropped = Schema(plugins), []
+def _layers(name: str, root: Branch, texts: Sequence[str], transforms: Sequence[str], schema: Schema) -> Resolved:
+    dropped: list[Dropped] = []
     recipe = finish(root, schema, f"recipe {name}")
     for transform in transforms:
         label = f"transform {transform}"
-        recipe = _call(plugins, "transform", transform, recipe)
+        recipe = _call(schema.plugins, "transform", transform, recipe)
         grown = schema.grow(recipe, ROOT, "", label)
         _inherit(root, grown, label, "", dropped)
         root = grown
@@ -151,7 +151,7 @@ def _layers(name: str, root: Branch, texts: Sequence[str], transforms: Sequence[
     if recipe.overrides:
         dropped += components.apply(root, recipe, schema)
         recipe = finish(root, schema, f"recipe {name} after its component overrides")
-    if problems := checks.check(recipe, plugins):
+    if problems := checks.check(recipe, schema.plugins):
         raise UsageError(together(f"recipe {name}", problems))
     who = {path: branch.source for path, branch in root.flat()}
     values = {path: Resolution(branch.value, who[path]) for path, branch in schema.grow(recipe, ROOT, "", "").flat()}

@@ -105,7 +105,7 @@ def _leaf(options: tuple[Any, ...]) -> Leaf | None:
     arguments = typing.get_args(rest[0])
     repeats = arguments[-1:] == (Ellipsis,)
     items = tuple(_leaf(typing.get_args(item) if _is_union(item) else (item,)) for item in (arguments[:1] if repeats else arguments))
-    return None if None in items else dataclasses.replace(leaf, items=items, repeats=repeats)
+    return None if None in items else dataclasses.replace(leaf, items=items, repeats=repeats)  # type: ignore[arg-type]
 
 
 def describe(shape: Leaf) -> str:

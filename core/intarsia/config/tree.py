@@ -7,6 +7,7 @@ evaluate strings) are never called.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from intarsia.config.paths import join, split, unquote
 from intarsia.config.recipe import Recipe
 from intarsia.config.shapes import Leaf, Many, Node, Shape, Table
 from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
-from intarsia.plugins import Plugins, import_reference
+from intarsia.plugins import Plugins
 
 DEFAULT = "default"
 
@@ -81,10 +82,9 @@ class Schema:
 
     def __init__(self, plugins: Plugins):
         self.plugins = plugins
-        kinds = [(kind, plugins.registry(kind).base) for kind in plugins.kinds()]
-        self.bases: dict[str, type[Config]] = {kind: import_reference(base) for kind, base in kinds if base}
         self._fields: dict[type[Config], dict[str, FieldFacts]] = {}
         self._names: dict[type[Config], str] = {}
+        self._kinds: dict[type[Config], str | None] = {}
         self._chosen: dict[tuple[str, type[Config]], tuple[str, type[Config]]] = {}
 
     def fields(self, node: type[Config]) -> dict[str, FieldFacts]:
@@ -102,7 +102,13 @@ class Schema:
 
     def kind(self, declared: type[Config]) -> str | None:
         """The kind whose entries may stand where `declared` is, None where the class itself stands there."""
-        return next((kind for kind, base in self.bases.items() if issubclass(declared, base)), None)
+        if declared not in self._kinds:
+            bases = {kind: self.plugins.registry(kind).base.partition(":") for kind in self.plugins.kinds()}
+            # A class that `declared` derives from is loaded already: no base is imported for the question.
+            found = {kind: getattr(sys.modules.get(module), name, None) for kind, (module, _, name) in bases.items()}
+            fitting = {kind: base for kind, base in found.items() if isinstance(base, type) and issubclass(declared, base)}
+            self._kinds[declared] = max(fitting, key=lambda kind: len(fitting[kind].__mro__), default=None)
+        return self._kinds[declared]
 
     def is_plain(self, shape: Node) -> bool:
         """Whether the class itself stands there without a choice (no base of a kind)."""
