@@ -137,14 +137,14 @@ def train(world: Communicator, option: Mapping[str, Any], sharder: Any, steps: i
 
 def whole_tensors(world: Communicator, table: ParameterTable, local: Mapping[str, Tensor]) -> dict[str, Any]:
     """Each tensor put together from all ranks, as nested lists."""
+    layouts = {name: table[name].layout for name in local}
+    everyone = world.gather_json({name: [table.rank_in(layouts[name]), tensor.reshape(-1).tolist()] for name, tensor in local.items()})
     found = {}
-    for name, tensor in local.items():
-        info = table[name]
-        assert info.layout is not None
-        parts = world.gather_json([table.rank_in(info.layout), tensor.reshape(-1).tolist()])
-        full = torch.full(info.shape, math.nan)
-        for rank, values in parts:
-            unpack(torch.tensor(values, dtype=torch.float32), info.layout.local(rank), full)
+    for name, layout in layouts.items():
+        assert layout is not None
+        full = torch.full(layout.shape, math.nan)
+        for rank, values in (parts[name] for parts in everyone):
+            unpack(torch.tensor(values, dtype=torch.float32), layout.local(rank), full)
         found[name] = full.tolist()
     return found
 
