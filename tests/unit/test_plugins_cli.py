@@ -10,7 +10,7 @@ import types
 
 import pytest
 from intarsia import PLUGIN_API, __version__, cli, plugins
-from intarsia.contracts import Entry
+from intarsia.contracts import Entry, KernelEntry
 from intarsia.errors import CheckpointError, NumericsError, PluginError, StoppedWithCheckpoint, UsageError
 from intarsia.hookspecs import hookimpl
 
@@ -242,6 +242,15 @@ def test_doctor_imports_everything_and_reports_each_problem(acme, capsys):
     text = run(capsys, "plugins", "doctor")[1]
     assert f"intarsia {__version__}, plugin API {PLUGIN_API}: 2 plugins" in text
     assert f"{len(facts['problems'])} problem(s)" in text
+
+
+def test_doctor_does_not_import_kernels_for_other_machines(acme, capsys):
+    offered = [KernelEntry(name="far", op="rope", target="not_importable_here:rope", doc="Fast there.", needs=("cpu", "quantum"))]
+    plugin = types.SimpleNamespace(INTARSIA_API=PLUGIN_API, offer_kernels=hookimpl(lambda: offered))
+    plugins.use(plugins.load(entry_points=[plugins.Candidate("acme-far", "1", "far", plugin=plugin)]))
+    facts = json.loads(run(capsys, "plugins", "doctor", "--json")[1])
+    assert not [problem for problem in facts["problems"] if problem["plugin"] == "acme-far/far"]
+    assert [n["note"] for n in facts["notes"]] == ["kernel 'far' for rope needs quantum, which this machine has not: not imported"]
 
 
 def test_doctor_names_what_loads_slowly(acme, capsys, monkeypatch, tmp_path):
