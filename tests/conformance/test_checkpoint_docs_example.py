@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from intarsia_testing.checkpoint_backend import CheckpointBackendConformance
-
 from intarsia.contracts import CheckpointBackend
+from intarsia_testing.checkpoint_backend import CheckpointBackendConformance
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/write-a-checkpoint-backend.md"
 

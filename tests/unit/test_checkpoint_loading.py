@@ -203,16 +203,25 @@ def test_keyed_state_is_merged_and_given_whole_to_every_rank() -> None:
     [
         (
             lambda rank: StateItem("a", "x", "replicated", {"n": rank // 2}),
-            "replicated item 'a/x' must be equal on all ranks, and rank 2 differs",
+            "'a/x' of kind replicated must be equal on all ranks, and 'the value' differs: it is {'n': 0} on an earlier rank and {'n': 1} on rank 2",
         ),
-        (lambda rank: StateItem("a", "x", "replicated", torch.full((3,), rank // 2)), "rank 2 differs from rank 0"),
+        (lambda rank: StateItem("a", "x", "replicated", torch.full((3,), rank // 2)), "'a/x' must be equal on all ranks, and differs"),
         (
             lambda rank: StateItem("a", "x", "replicated", torch.ones(3 + rank // 2)),
-            r"'a/x' differs: on rank 0 .*\[3\].* on rank 2 .*\[4\]",
+            r"differs: on rank 0 .*\[3\].* on rank 2 .*\[4\]",
         ),
-        (lambda rank: StateItem("a", f"x{rank // 2}", "replicated", 1), "must be on all ranks; ranks 0 and 2 disagree"),
-        (lambda rank: StateItem("a", "x", "keyed", {"k": rank // 2}), "two values for 'k': 0 from an earlier rank, 1 from rank 2"),
-        (lambda rank: StateItem("a", "x", "replicated", 1, version=1 + rank // 2), "has version 1 on rank 0 and 2 on rank 2"),
+        (
+            lambda rank: StateItem("a", f"x{rank // 2}", "replicated", 1),
+            "'a/x0' of kind replicated must be on all ranks; rank 0 has it, rank 2 has not",
+        ),
+        (
+            lambda rank: StateItem("a", "x", "keyed", {"k": rank // 2}),
+            "'a/x' of kind keyed must be equal on all ranks, and 'k' differs: it is 0 on an earlier rank and 1 on rank 2",
+        ),
+        (
+            lambda rank: StateItem("a", "x", "replicated", 1, version=1 + rank // 2),
+            "'a/x' must be equal on all ranks, and differs: on rank 0 .*'version': 1.*on rank 2 .*'version': 2",
+        ),
         (lambda rank: StateItem("a", f"x{rank // 2}", "rank", 1), "'a/x0' must have an entry for each of 3 ranks, and lacks rank 2"),
         (
             lambda rank: StateItem("a", f"x{rank // 2}", "rank", torch.ones(1)),

@@ -6,6 +6,7 @@ Imports no torch until one of the torch-using names is asked for, since the sett
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,17 +15,6 @@ if TYPE_CHECKING:
     from intarsia.checkpoint.manager import CheckpointManager
     from intarsia.checkpoint.reader import Checkpoint, open_checkpoint
     from intarsia.checkpoint.writer import write_checkpoint
-
-HOMES = {
-    "CheckpointManager": "manager",
-    "CheckpointRef": "commit",
-    "Skipped": "commit",
-    "Checkpoint": "reader",
-    "open_checkpoint": "reader",
-    "write_checkpoint": "writer",
-    "Difference": "facts",
-    "compare_facts": "facts",
-}
 
 __all__ = [
     "Checkpoint",
@@ -37,10 +27,10 @@ __all__ = [
     "write_checkpoint",
 ]
 
+HOMES = dict(zip(__all__, ("reader", "manager", "commit", "facts", "commit", "facts", "reader", "writer"), strict=True))
+
 
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
     return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)

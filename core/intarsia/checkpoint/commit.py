@@ -30,6 +30,7 @@ from intarsia.checkpoint.manifest import (
     describe,
     encode,
     from_json,
+    piece_json,
 )
 from intarsia.contracts.storage import FileRecord, Storage, WrittenPart
 from intarsia.errors import CheckpointError
@@ -113,75 +114,47 @@ def wait_for_parts(storage: Storage, folder: str, world: int, timeout_s: float) 
         pause_s = min(pause_s * 1.5, 1.0)
 
 
-def part_json(written: WrittenPart, heads: Mapping[str, Any], values: Mapping[str, Any], digests: Mapping[str, str]) -> dict[str, Any]:
-    """A rank's part as JSON."""
+def part_json(written: WrittenPart, heads: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A rank's part as JSON: what it wrote, the head of each of its items (a replicated tensor's with the hash of its bytes), and JSON values."""
     pieces: dict[str, list[Any]] = {}
-    for p in written.pieces:
-        box = {"start": list(p.box_start), "size": list(p.box_size), "file": p.file, "offset": p.offset, "length": p.length}
-        pieces.setdefault(p.key, []).append(box)
-    return {
-        "files": {file.name: {"size": file.size, "sha256": file.sha256} for file in written.files},
-        "pieces": pieces,
-        "tensors": dict(heads),
-        "values": dict(values),
-        "digests": dict(digests),
-    }
+    for piece in written.pieces:
+        pieces.setdefault(piece.key, []).append(piece_json(piece))
+    files = {file.name: {"size": file.size, "sha256": file.sha256} for file in written.files}
+    return {"files": files, "pieces": pieces, "heads": dict(heads), "values": dict(values)}
 
 
 def merge_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The manifest's files, tensors and values. CheckpointError where ranks contradict each other, naming item and ranks."""
     files: dict[str, Any] = {}
-    tensors: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    first: dict[str, int] = {}
+    heads: dict[str, tuple[int, dict[str, Any]]] = {}
+    pieces: dict[str, list[Any]] = {}
+    values: dict[str, dict[str, Any]] = {}
     for rank, part in enumerate(parts):
         for name, file in part["files"].items():
-            if name in files:
-                raise CheckpointError(f"two ranks, rank {rank} one of them, wrote the file {name!r}; the backend must name files by rank.")
-            files[name] = file
-        for key, head in part["tensors"].items():
-            if tensors.setdefault(key, {"head": head, "pieces": []})["head"] != head:
-                raise CheckpointError(f"{key!r} differs: on rank {first[key]} {tensors[key]['head']}, on rank {rank} {head}.")
-            first.setdefault(key, rank)
-        for key, pieces in part["pieces"].items():
-            tensors.setdefault(key, {"head": {}, "pieces": []})["pieces"] += pieces
-        for key, record in part["values"].items():
-            _merge_value(values, first, key, record, rank)
-        for key in first:
-            if _kind(tensors, values, key) == "replicated" and (key in part["digests"]) != (key in parts[0]["digests"]):
-                raise CheckpointError(f"the replicated item {key!r} must be on all ranks; ranks 0 and {rank} disagree about it.")
-        for key, digest in part["digests"].items():
-            if digest != parts[0]["digests"].get(key, digest):
-                raise CheckpointError(
-                    f"the replicated item {key!r} must be equal on all ranks, and rank {rank} differs from rank 0. "
-                    f"Its owner changed it on some ranks only, or it should be of kind rank or keyed."
-                )
-    return {"files": files, "tensors": {key: t["head"] | {"pieces": t["pieces"]} for key, t in tensors.items()}, "values": values}
-
-
-def _kind(tensors: Mapping[str, Any], values: Mapping[str, Any], key: str) -> Any:
-    return values[key]["kind"] if key in values else tensors[key]["head"].get("kind")
-
-
-def _merge_value(values: dict[str, Any], first: dict[str, int], key: str, record: dict[str, Any], rank: int) -> None:
-    kind, value = record["kind"], record["value"]
-    if kind == "rank":
-        value = {str(rank): value}
-    known = values.get(key)
-    if known is None:
-        values[key], first[key] = record | {"value": dict(value) if kind != "replicated" else value}, rank
-        return
-    for field in ("kind", "version"):
-        if known[field] != record[field]:
-            raise CheckpointError(f"{key!r} has {field} {known[field]} on rank {first[key]} and {record[field]} on rank {rank}.")
-    if kind == "replicated":
-        return
-    for name, inner in value.items():
-        if known["value"].setdefault(name, inner) != inner:
-            raise CheckpointError(
-                f"the keyed item {key!r} has two values for {name!r}: {describe(known['value'][name])} from an earlier rank, "
-                f"{describe(inner)} from rank {rank}. Keys are global: equal keys must agree."
-            )
+            if files.setdefault(name, file) is not file:
+                raise CheckpointError(f"two ranks, rank {rank} one of them, wrote the file {name!r}; the backend must name files by rank")
+        for key, head in part["heads"].items():
+            first, known = heads.setdefault(key, (rank, head))
+            if known != head:
+                raise CheckpointError(f"{key!r} must be equal on all ranks, and differs: on rank {first} {known}, on rank {rank} {head}")
+        for key, boxes in part["pieces"].items():
+            pieces.setdefault(key, []).extend(boxes)
+        for key, value in part["values"].items():
+            kind, merged = heads[key][1]["kind"], values.setdefault(key, {})
+            for name, inner in (value if kind == "keyed" else {str(rank) if kind == "rank" else "the value": value}).items():
+                if merged.setdefault(name, inner) != inner:
+                    raise CheckpointError(
+                        f"{key!r} of kind {kind} must be equal on all ranks, and {name!r} differs: it is {describe(merged[name])} on an "
+                        f"earlier rank and {describe(inner)} on rank {rank}"
+                    )
+    for key, (first, head) in heads.items():
+        lacking = [rank for rank, part in enumerate(parts) if head["kind"] == "replicated" and key not in part["heads"]]
+        if lacking:
+            raise CheckpointError(f"{key!r} of kind replicated must be on all ranks; rank {first} has it, rank {lacking[0]} has not")
+    plain = {key: {name: field for name, field in head.items() if name != "sha256"} for key, (_, head) in heads.items()}
+    tensors = {key: head | {"pieces": pieces.get(key, [])} for key, head in plain.items() if key not in values}
+    whole = {key: value["the value"] if plain[key]["kind"] == "replicated" else value for key, value in values.items()}
+    return {"files": files, "tensors": tensors, "values": {key: plain[key] | {"value": value} for key, value in whole.items()}}
 
 
 # ---------------------------------------------------------------- publish and find
@@ -206,19 +179,11 @@ def publish(
     storage.remove(f"{temporary}/parts")
     stem = f"{base}/step-{manifest.step:08d}"
     taken = {ref.folder for ref in complete} | {entry.folder for entry in skipped}
-    folder = next(name for name in _names(stem) if name not in taken)
+    # A step that is saved again never touches the earlier one.
+    folder = next(name for name in (stem, *(f"{stem}.{attempt}" for attempt in range(1, len(taken) + 2))) if name not in taken)
     storage.publish(temporary, folder)
     write_file(storage, f"{folder}/{MARKER}", marker_bytes(data))
     return _ref(storage, folder, manifest)
-
-
-def _names(stem: str) -> Iterator[str]:
-    """`stem`, `stem.1`, ...: a step saved again never touches the earlier one."""
-    yield stem
-    attempt = 0
-    while True:
-        attempt += 1
-        yield f"{stem}.{attempt}"
 
 
 def _ref(storage: Storage, folder: str, manifest: Manifest) -> CheckpointRef:
@@ -230,13 +195,11 @@ def load_manifest(storage: Storage, folder: str) -> Manifest:
     """The manifest of a complete checkpoint. CheckpointError where marker or manifest is missing, damaged or newer; NewerFormat for the last."""
     where = f"{storage.describe().rstrip('/')}/{folder}"
     try:
-        marker = storage.read(f"{folder}/{MARKER}")
+        marker, data = (storage.read(f"{folder}/{name}") for name in (MARKER, MANIFEST))
     except FileNotFoundError:
-        raise CheckpointError(f"{where} has no {MARKER} file: its save was interrupted, or it is being deleted.") from None
-    try:
-        data = storage.read(f"{folder}/{MANIFEST}")
-    except FileNotFoundError:
-        raise CheckpointError(f"{where} has no {MANIFEST}.") from None
+        have = storage.list(folder)
+        lost = next(name for name in (MARKER, MANIFEST) if f"{folder}/{name}" not in have or name == MANIFEST)
+        raise CheckpointError(f"{where} has no {lost} file: its save was interrupted, or it is being deleted.") from None
     if marker != marker_bytes(data):
         newer = re.fullmatch(rb"%b (\d{1,9}) [0-9a-f]{64}\n" % FORMAT.encode(), marker)
         if newer and int(newer[1]) > VERSION:
@@ -245,33 +208,19 @@ def load_manifest(storage: Storage, folder: str) -> Manifest:
     return from_json(decode(data, f"{where}/{MANIFEST}"), f"{where}/{MANIFEST}")
 
 
-def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """(file, reason) of each data file that is missing or has another size."""
-    for name, file in manifest.files.items():
-        try:
-            size = storage.size(f"{folder}/{name}")
-        except FileNotFoundError:
-            yield name, "is missing"
-            continue
-        if size != file.size:
-            yield name, f"has {size} bytes, not {file.size}"
-
-
-def check_hash(storage: Storage, folder: str, file: FileRecord) -> str:
-    """What is wrong with a data file's bytes; "" when nothing is."""
-    digest, offset = hashlib.sha256(), 0
+def check_file(storage: Storage, folder: str, file: FileRecord, hashes: bool) -> str:
+    """What is wrong with a data file: missing, another size, with `hashes` other bytes, unreadable; "" when nothing is."""
+    name, digest = f"{folder}/{file.name}", hashlib.sha256()
     try:
-        while offset < file.size:
-            data = storage.read(f"{folder}/{file.name}", offset, min(CHUNK_BYTES, file.size - offset))
-            if not data:
-                break
-            digest.update(data)
-            offset += len(data)
-        if storage.size(f"{folder}/{file.name}") != file.size or offset != file.size:
-            return f"does not have its {file.size} bytes"
+        size = storage.size(name)
+        for offset in range(0, file.size if hashes and size == file.size else 0, CHUNK_BYTES):
+            digest.update(storage.read(name, offset, min(CHUNK_BYTES, file.size - offset)))
+    except FileNotFoundError:
+        return "is missing"
     except OSError as error:
         return f"cannot be read: {error}"
-    return "" if digest.hexdigest() == file.sha256 else "was changed: its SHA-256 is not the manifest's"
+    changed = "was changed: its SHA-256 is not the manifest's" if hashes and digest.hexdigest() != file.sha256 else ""
+    return changed if size == file.size else f"has {size} bytes, not {file.size}"
 
 
 def scan(storage: Storage, base: str) -> tuple[list[CheckpointRef], list[Skipped]]:
@@ -286,14 +235,12 @@ def scan(storage: Storage, base: str) -> tuple[list[CheckpointRef], list[Skipped
         elif entry.startswith("step-"):
             try:
                 manifest = load_manifest(storage, folder)
-                problem = next((f"{name} {reason}" for name, reason in check_sizes(storage, folder, manifest)), "")
+                for file in manifest.files.values():
+                    if problem := check_file(storage, folder, file, hashes=False):
+                        raise CheckpointError(f"{file.name} {problem}")
+                complete.append(_ref(storage, folder, manifest))
             except (CheckpointError, OSError) as error:
                 skipped.append(Skipped(folder, str(error), isinstance(error, NewerFormat)))
-                continue
-            if problem:
-                skipped.append(Skipped(folder, problem))
-            else:
-                complete.append(_ref(storage, folder, manifest))
     return sorted(complete, key=lambda ref: ref.serial, reverse=True), skipped
 
 

@@ -20,9 +20,9 @@ from intarsia import __version__
 from intarsia.checkpoint import commit
 from intarsia.checkpoint.commit import CheckpointRef, Skipped
 from intarsia.checkpoint.loading import compare_items, compare_keys, fill
-from intarsia.checkpoint.manifest import encode, tensor_head
+from intarsia.checkpoint.manifest import encode
 from intarsia.checkpoint.reader import BASE, find_backend
-from intarsia.checkpoint.staging import Staged, collect, digest_tensor, digest_value, plain, stage
+from intarsia.checkpoint.staging import Staged, collect, plain, stage
 from intarsia.contracts.state import Stateful
 from intarsia.contracts.storage import CheckpointBackend, Storage
 from intarsia.errors import CheckpointError, IntarsiaError
@@ -184,7 +184,9 @@ class CheckpointManager:
                 action = "writing tensors"
                 written = self.backend.write(storage, temporary, rank, staged.tensors)
                 action = "writing what this rank wrote"
-                commit.write_file(storage, commit.part_name(temporary, rank), encode(commit.part_json(written, *describe_staged(staged))))
+                commit.write_file(
+                    storage, commit.part_name(temporary, rank), encode(commit.part_json(written, staged.heads(), staged.values))
+                )
                 if rank:
                     return ""
                 action = "waiting for the other ranks"
@@ -253,7 +255,9 @@ class CheckpointManager:
         mine = []
         try:
             files = list(commit.load_manifest(self.storage, ref.folder).files.values())[self.comm.rank :: self.comm.size]
-            mine = [f"{file.name} {problem}" for file in files if (problem := commit.check_hash(self.storage, ref.folder, file))]
+            mine = [
+                f"{file.name} {problem}" for file in files if (problem := commit.check_file(self.storage, ref.folder, file, hashes=True))
+            ]
         except (CheckpointError, OSError) as error:
             mine = [str(error)]
         return [problem for problems in self.comm.gather_json(mine, what="checkpoint hashes") for problem in problems]
@@ -330,10 +334,3 @@ class CheckpointManager:
         for rank, texts in enumerate(by_rank):
             if texts:
                 raise CheckpointError(texts[0] if rank == self.comm.rank else f"{texts[0]} (on rank {rank})")
-
-
-def describe_staged(staged: Staged) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """Heads, values and digests of a rank's part; hashing is left to the background thread."""
-    digests = {key: digest_tensor(tensor) for key, tensor in staged.replicated.items()}
-    digests |= {key: digest_value(record["value"]) for key, record in staged.values.items() if record["kind"] == "replicated"}
-    return {key: tensor_head(head) for key, head in staged.heads.items()}, staged.values, digests

@@ -170,23 +170,20 @@ def describe(value: Any) -> str:
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
     """The manifest as plain JSON; `from_json` is the inverse."""
-    tensors = {}
-    for key, record in manifest.tensors.items():
-        tensors[key] = tensor_head(record) | {
-            "pieces": [
-                {"start": list(p.box_start), "size": list(p.box_size), "file": p.file, "offset": p.offset, "length": p.length}
-                for p in record.pieces
-            ]
-        }
+    plain = {name: getattr(manifest, name) for name in ("step", "serial", "time_s", "world", "writer", "backend", "facts")}
     return {
         "format": FORMAT,
         "version": VERSION,
-        **{name: getattr(manifest, name) for name in ("step", "serial", "time_s", "world", "writer", "backend")},
-        "facts": dict(manifest.facts),
-        "tensors": tensors,
+        **plain,
+        "tensors": {key: tensor_head(t) | {"pieces": [piece_json(piece) for piece in t.pieces]} for key, t in manifest.tensors.items()},
         "values": {key: dataclasses.asdict(record) for key, record in manifest.values.items()},
         "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in manifest.files.items()},
     }
+
+
+def piece_json(piece: Piece) -> dict[str, Any]:
+    """A piece in its tensor's record."""
+    return dict(zip(PIECE, (list(piece.box_start), list(piece.box_size), piece.file, piece.offset, piece.length), strict=True))
 
 
 def tensor_head(record: TensorRecord) -> dict[str, Any]:

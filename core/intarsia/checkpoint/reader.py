@@ -71,7 +71,9 @@ class Checkpoint:
     def verify(self) -> list[tuple[str, str]]:
         """(file, what is wrong with it) of every damaged, missing or surplus file. Reads everything; marker and manifest were checked on opening."""
         found = [
-            (file.name, problem) for file in self.manifest.files.values() if (problem := commit.check_hash(self.storage, self.folder, file))
+            (file.name, problem)
+            for file in self.manifest.files.values()
+            if (problem := commit.check_file(self.storage, self.folder, file, hashes=True))
         ]
         known = {f"{self.folder}/{name}" for name in (*self.manifest.files, MANIFEST, MARKER)}
         surplus = [name for name in self.storage.list(self.folder) if name not in known]

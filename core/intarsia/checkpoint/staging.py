@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from intarsia.checkpoint.manifest import TensorRecord, encode
+from intarsia.checkpoint.manifest import TensorRecord, tensor_head
 from intarsia.checkpoint.planning import Read, layout_rank, plan_reads
 from intarsia.contracts.placement import Box, Region
 from intarsia.contracts.state import Stateful, StateItem
@@ -29,27 +29,31 @@ def dtype_name(dtype: torch.dtype, key: str) -> str:
     return name
 
 
-def as_bytes(tensor: Tensor) -> Any:
-    """The elements of a contiguous CPU tensor as a numpy array of bytes that shares its memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
-
-
 @dataclasses.dataclass
 class Staged:
-    """One rank's share of one save. `tensors` are for the backend's `write`; `heads` their records without pieces; `values` JSON records;
-    `replicated` this rank's copies of replicated tensors; `events` mark the ends of device copies that may still run."""
+    """One rank's share of one save. `tensors` are for the backend's `write`; `records` those of all its tensor items, without pieces; `replicated`
+    its copies of replicated tensors; `values` the JSON of the other `items`; `events` mark the ends of device copies that may still run."""
 
     step: int
-    tensors: list[tuple[StateItem, list[tuple[Box, Tensor]]]]
-    heads: dict[str, TensorRecord]
-    values: dict[str, dict[str, Any]]
-    replicated: dict[str, Tensor]
-    events: list[Any]
+    tensors: list[tuple[StateItem, list[tuple[Box, Tensor]]]] = dataclasses.field(default_factory=list)
+    records: dict[str, TensorRecord] = dataclasses.field(default_factory=dict)
+    replicated: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    items: list[StateItem] = dataclasses.field(default_factory=list)
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    events: list[Any] = dataclasses.field(default_factory=list)
 
     def finish_copies(self) -> None:
         """Wait until all copies off devices have arrived."""
         for event in self.events:
             event.synchronize()
+
+    def heads(self) -> dict[str, dict[str, Any]]:
+        """The heads of all items for the rank's part. Hashes, so it belongs on the background thread."""
+        heads = {item.key: {"owner": item.owner, "name": item.name, "kind": item.kind, "version": item.version} for item in self.items}
+        heads |= {key: tensor_head(record) for key, record in self.records.items()}
+        for key, tensor in self.replicated.items():
+            heads[key]["sha256"] = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        return heads
 
 
 def collect(components: Sequence[Stateful]) -> dict[str, tuple[Stateful, StateItem]]:
@@ -75,32 +79,23 @@ def collect(components: Sequence[Stateful]) -> dict[str, tuple[Stateful, StateIt
 
 def stage(items: Iterable[StateItem], step: int, rank: int, world: int, mesh: Mapping[str, int]) -> Staged:
     """Copy what this rank has to write. Returns when the copies are made or, off a device, queued behind the work that is already on its stream."""
-    staged = Staged(step, [], {}, {}, {}, [])
-    streams: dict[torch.device, Any] = {}
+    staged = Staged(step)
+    devices: set[torch.device] = set()
     for item in items:
+        if item.kind == "keyed" and not isinstance(item.value, Mapping):
+            raise PluginError(f"The state item {item.key!r} of kind keyed must be a JSON object, is {type(item.value).__name__}.")
         if not isinstance(item.value, Tensor):
-            staged.values[item.key] = {
-                "owner": item.owner,
-                "name": item.name,
-                "kind": item.kind,
-                "version": item.version,
-                "value": plain(item.value, item.key),
-            }
-            if item.kind == "keyed" and not isinstance(item.value, Mapping):
-                raise PluginError(f"The state item {item.key!r} of kind keyed must be a JSON object, is {type(item.value).__name__}.")
+            staged.items.append(dataclasses.replace(item, value=None))
+            staged.values[item.key] = plain(item.value, item.key)
             continue
-        if item.kind == "keyed":
-            raise PluginError(f"The state item {item.key!r} of kind keyed must be a JSON object, is a tensor.")
         pieces = _stage_tensor(item, staged, rank, world, mesh)
         if item.kind == "replicated":
             staged.replicated[item.key] = pieces[0][1] if pieces else torch.empty(0)
-            pieces = pieces if rank == 0 else []
-        owned = item if item.kind != "rank" else dataclasses.replace(item, name=f"{item.name}@rank{rank}")
-        if pieces:
-            staged.tensors.append((owned, pieces))
-        if item.value.is_cuda and item.value.device not in streams:
-            streams[item.value.device] = torch.cuda.current_stream(item.value.device)
-    staged.events = [stream.record_event() for stream in streams.values()]
+        if pieces and (rank == 0 or item.kind != "replicated"):
+            name = f"{item.name}@rank{rank}" if item.kind == "rank" else item.name
+            staged.tensors.append((dataclasses.replace(item, name=name, value=None), pieces))
+        devices |= {item.value.device} if item.value.is_cuda else set()
+    staged.events = [torch.cuda.current_stream(device).record_event() for device in devices]
     return staged
 
 
@@ -116,7 +111,7 @@ def _stage_tensor(item: StateItem, staged: Staged, rank: int, world: int, mesh: 
         region = item.layout.primary(index) if first else ()
     own = rank if item.kind == "rank" else None
     head = TensorRecord(item.owner, item.name, item.kind, item.version, shape, dtype, (), own)
-    staged.heads[head.key] = head
+    staged.records[head.key] = head
     flat = value.reshape(-1)
     pieces = []
     for box in region:
@@ -154,16 +149,6 @@ def plain(value: Any, key: str) -> Any:
     if value is not None and not isinstance(value, bool | int | float | str):
         raise PluginError(f"The state item {key!r} is neither a tensor nor JSON: it holds a {type(value).__name__}.")
     return value
-
-
-def digest_tensor(tensor: Tensor) -> str:
-    """SHA-256 of a CPU tensor's bytes."""
-    return hashlib.sha256(as_bytes(tensor.contiguous())).hexdigest()
-
-
-def digest_value(value: Any) -> str:
-    """SHA-256 of a JSON value."""
-    return hashlib.sha256(encode(value)).hexdigest()
 
 
 class Target:

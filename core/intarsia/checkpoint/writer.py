@@ -47,7 +47,7 @@ def write_checkpoint(
     with commit.explain(step, storage, lambda: "writing it", lambda: ""):
         try:
             written = backend[1].write(storage, temporary, 0, tensors())
-            parts = [commit.part_json(written, {head.key: tensor_head(head) for head in heads}, {}, {})]
+            parts = [commit.part_json(written, {head.key: tensor_head(head) for head in heads}, {})]
             records = {record.key: dataclasses.asdict(record) for record in values}
             writer = f"intarsia {__version__}"
             fields = {"step": step, "world": world, "writer": writer, "backend": backend[0], "facts": dict(facts or {})}
