@@ -16,7 +16,6 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -118,24 +117,22 @@ class Communicator(abc.ABC):
         return [json.loads(text) for text in self._gather_texts(_canonical(value), what or "gather_json")]
 
     def broadcast_json(self, value: Any, root: int = 0, what: str = "") -> Any:
-        """Rank `root`'s JSON value; what the others pass is not looked at."""
-        return json.loads(self._gather_texts(_canonical(value) if self.rank == root else b"", what or "broadcast_json")[root])
+        """Rank `root`'s JSON value; what the others pass (None, say) is not looked at."""
+        return json.loads(self._gather_texts(_canonical(value), what or "broadcast_json")[root])
 
     def agree(self, value: Any, what: str) -> None:
         """Raise DistributedError on every rank, showing both sides, unless the JSON `value` is the same on all ranks."""
         text = _canonical(value)
-        digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
-        digests = self.gather_v(digest, [32] * self.size, f"agree on {what}").view(self.size, 32)
-        if bool((digests == digests[0]).all()):
+        if len(set(self._gather_texts(hashlib.sha256(text).digest(), f"agree on {what}"))) == 1:
             return
-        values = [json.loads(each) for each in self._gather_texts(text, f"agree on {what}")]
+        leaves = [dict(_leaves(json.loads(each))) for each in self._gather_texts(text, f"agree on {what}")]
+        paths = dict.fromkeys(path for each in leaves for path in each)
+        place = next(path for path in paths if any(each.get(path, "absent") != leaves[0].get(path, "absent") for each in leaves))
         sides: dict[str, list[int]] = {}
-        other = next(index for index, each in enumerate(values) if each != values[0])
-        place = _first_difference(values[0], values[other])
-        for index, each in enumerate(values):
-            sides.setdefault(_canonical(_look_up(each, place)).decode(), []).append(index)
-        where = f" at {'.'.join(map(str, place))}" if place else ""
-        shown = "; ".join(f"{_ranks_text(ranks)}: {side[:300]}" for side, ranks in sides.items())
+        for rank, each in enumerate(leaves):
+            sides.setdefault(json.dumps(each[place])[:300] if place in each else "absent", []).append(rank)
+        shown = "; ".join(f"{_ranks_text(ranks)}: {side}" for side, ranks in sides.items())
+        where = f" at {place}" if place else ""
         raise DistributedError(
             f"Ranks of group {self.name!r} disagree on {what}{where}: {shown}. All ranks must run the same recipe and code."
         )
@@ -157,19 +154,24 @@ class Communicator(abc.ABC):
     # ------------------------------------------------------------ for subclasses
 
     @abc.abstractmethod
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None: ...
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        """Combine in place."""
 
     @abc.abstractmethod
-    def _gather(self, local: Tensor, counts: list[int]) -> Tensor: ...
+    def _gather(self, local: Tensor, counts: list[int]) -> Tensor:
+        """See `gather_v`."""
 
     @abc.abstractmethod
-    def _reduce_scatter(self, full: Tensor, counts: list[int], op: ReduceOp) -> Tensor: ...
+    def _reduce_scatter(self, full: Tensor, counts: list[int], op: ReduceOp) -> Tensor:
+        """See `reduce_scatter_v`."""
 
     @abc.abstractmethod
-    def _exchange(self, sends: list[Tensor], receive_counts: list[int]) -> list[Tensor]: ...
+    def _exchange(self, sends: list[Tensor], receive_counts: list[int]) -> list[Tensor]:
+        """See `exchange`."""
 
     @abc.abstractmethod
-    def _broadcast(self, tensor: Tensor, root: int) -> None: ...
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        """Overwrite in place."""
 
     def _before(self, record: dict[str, Any]) -> None:  # noqa: B027 (nothing to do in most groups)
         """Called with the call's description before it starts."""
@@ -224,31 +226,6 @@ class Communicator(abc.ABC):
             statistic.seconds += begin.elapsed_time(end) / 1000
 
 
-class SelfCommunicator(Communicator):
-    """The group of one process; needs no process group. Stability: stable."""
-
-    def __init__(self, device: torch.device | str = "cpu", name: str = "self") -> None:
-        super().__init__(name, 0, 1, device)
-
-    def split(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
-        return SelfCommunicator(self.device, name)
-
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        pass
-
-    def _gather(self, local: Tensor, counts: list[int]) -> Tensor:
-        return local
-
-    def _reduce_scatter(self, full: Tensor, counts: list[int], op: ReduceOp) -> Tensor:
-        return full
-
-    def _exchange(self, sends: list[Tensor], receive_counts: list[int]) -> list[Tensor]:
-        return sends
-
-    def _broadcast(self, tensor: Tensor, root: int) -> None:
-        pass
-
-
 class FakeCommunicator(Communicator):
     """One rank of a group whose other ranks do not exist: shapes, names and byte counts are those of a real run, contents are this rank's own
     (others' parts are zero). For planning, on the meta device too. Stability: provisional."""
@@ -257,34 +234,38 @@ class FakeCommunicator(Communicator):
         super().__init__(name, rank, size, device)
 
     def split(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
+        """See `Communicator.split`."""
         mine = next(list(group) for group in groups if self.rank in group)
         return FakeCommunicator(mine.index(self.rank), len(mine), self.device, name)
 
-    def agree(self, value: Any, what: str) -> None:
-        pass
-
-    def gather_json(self, value: Any, what: str = "") -> list[Any]:
-        return [json.loads(_canonical(value)) for _ in range(self.size)]
-
-    def broadcast_json(self, value: Any, root: int = 0, what: str = "") -> Any:
-        return json.loads(_canonical(value))
+    def _gather_texts(self, text: bytes, what: str) -> list[bytes]:
+        return [text] * self.size
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        pass
+        """Nobody to combine with."""
 
     def _gather(self, local: Tensor, counts: list[int]) -> Tensor:
+        if self.size == 1:
+            return local
         result = local.new_zeros(sum(counts))
         result.split(counts)[self.rank].copy_(local)
         return result
 
     def _reduce_scatter(self, full: Tensor, counts: list[int], op: ReduceOp) -> Tensor:
-        return full.split(counts)[self.rank].clone()
+        return full.split(counts)[self.rank]
 
     def _exchange(self, sends: list[Tensor], receive_counts: list[int]) -> list[Tensor]:
-        return [sends[0].new_zeros(count) for count in receive_counts]
+        return [sends[0].new_zeros(count) if rank != self.rank else sends[rank] for rank, count in enumerate(receive_counts)]
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
-        pass
+        """Nobody to hear from."""
+
+
+class SelfCommunicator(FakeCommunicator):
+    """The group of one process: nobody is missing, so everything is exact. Needs no process group. Stability: stable."""
+
+    def __init__(self, device: torch.device | str = "cpu", name: str = "self") -> None:
+        super().__init__(0, 1, device, name)
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -556,26 +537,10 @@ def _mismatch(records: Sequence[dict[str, Any]]) -> tuple[str, int, int] | None:
     return None
 
 
-def _first_difference(first: Any, other: Any) -> tuple[Any, ...]:
-    """The path to the first place where two JSON values differ."""
-    if isinstance(first, dict) and isinstance(other, dict):
-        pairs: list[tuple[Any, Any, Any]] = [
-            (key, first.get(key, math.nan), other.get(key, math.nan)) for key in sorted(first.keys() | other.keys())
-        ]
-    elif isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
-        pairs = [(index, *pair) for index, pair in enumerate(zip(first, other, strict=True))]
-    else:
-        return ()
-    key, left, right = next((key, left, right) for key, left, right in pairs if left != right)
-    return (key, *_first_difference(left, right))
-
-
-def _look_up(value: Any, path: Sequence[Any]) -> Any:
-    for key in path:
-        if isinstance(value, dict):
-            value = value.get(key, "(absent)")
-        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
-            value = value[key]
-        else:
-            return "(absent)"
-    return value
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every plain value in a JSON value with its path (`buckets.0.name`)."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items or not value:
+        yield path, value
+    for key, each in items:
+        yield from _leaves(each, f"{path}.{key}" if path else str(key))

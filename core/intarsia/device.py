@@ -91,12 +91,6 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class Stream:
     """A queue of device work beside the current one; on a CPU work is done at once and everything here is a no-op.
 
@@ -106,8 +100,8 @@ class Stream:
     stream.join()                # the current stream waits for it (not the host); `synchronize()` makes the host wait
     """
 
-    def __init__(self, device: torch.device, high_priority: bool = False) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0) if device.type == "cuda" else None
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._context: Any = contextlib.nullcontext()
 
     def __enter__(self) -> Stream:
@@ -124,10 +118,6 @@ class Stream:
         """Let the current stream wait for this one."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def done(self) -> bool:
-        """Whether all its work is finished."""
-        return self._stream is None or self._stream.query()
 
     def synchronize(self) -> None:
         """Let the host wait for this stream."""

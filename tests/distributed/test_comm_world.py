@@ -142,7 +142,7 @@ def test_self_and_fake() -> None:
     fake = FakeCommunicator(1, 3)
     assert fake.gather_v(torch.ones(2), [1, 2, 4], "x").tolist() == [0, 1, 1, 0, 0, 0, 0]
     assert fake.reduce_scatter_v(torch.arange(7.0), [1, 2, 4], "sum", "y").tolist() == [1, 2]
-    assert [part.numel() for part in fake.exchange([torch.ones(1)] * 3, [2, 0, 5], "z")] == [2, 0, 5]
+    assert [part.numel() for part in fake.exchange([torch.ones(1)] * 3, [2, 1, 5], "z")] == [2, 1, 5]
     assert fake.stats()["x"].bytes == 5 * 4 and fake.stats()["y"].bytes == 5 * 4 and fake.stats()["z"].bytes == 7 * 4
     assert fake.split([[0], [1, 2]], "part").size == 2
     assert fake.gather_v(torch.ones(2, device="meta"), [1, 2, 4]).shape == (7,)
