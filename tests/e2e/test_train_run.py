@@ -120,6 +120,7 @@ def test_resume_equals_never_having_stopped(train: Train, unbroken: Path) -> Non
     assert train("--resume", "cut", recipe=None) == 0
     assert steps("cut") == steps(unbroken)
     assert [event["step"] for event in events("cut", "resume")] == [3]
+    assert events("cut", "run_end")[-1]["tokens_total"] == 8 * 5 * 24
     first, second = tensors(unbroken, 8), tensors("cut", 8)
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 

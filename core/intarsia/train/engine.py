@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from intarsia.config import CompileConfig, RecomputeConfig
-from intarsia.contracts import Batch, Loss, LossSum
+from intarsia.contracts import Batch, Loss, LossSum, Model
 from intarsia.errors import UsageError, did_you_mean
 from intarsia.train.config import EagerConfig
 from intarsia.train.context import TrainContext, windows_of
@@ -75,7 +75,7 @@ def _compiled(model: nn.Module, config: CompileConfig) -> Iterator[nn.Module]:
     if config.mode == "model":
         yield model
         return
-    regions = model.regions()
+    regions = cast(Model, model).regions()
     for name in regions.compile or regions.blocks:
         yield model.get_submodule(name)
 
@@ -86,5 +86,5 @@ def _recomputed(model: nn.Module, config: RecomputeConfig) -> Iterator[nn.Module
     if config.every < 1:
         raise UsageError(f"recompute.every is {config.every}; it must be 1 (every block) or more.")
     if config.mode == "blocks":
-        for name in model.regions().blocks[:: config.every]:
+        for name in cast(Model, model).regions().blocks[:: config.every]:
             yield model.get_submodule(name)

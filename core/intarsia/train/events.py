@@ -5,6 +5,7 @@ The schema is documented in docs/reference/run-directory.md; SCHEMA goes up when
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -63,7 +64,7 @@ class EventLog:
                     self._broken = True
                     logger.error("Cannot write %s: %s. The run goes on without it.", self._path, error.strerror or error)
             for name, sink in list(self._sinks):
-                self._guard(name, sink, lambda sink=sink: sink.write(record))
+                self._guard(name, sink, functools.partial(sink.write, record))
         return record
 
     def _guard(self, name: str, sink: MetricSink, action: Callable[[], None]) -> None:

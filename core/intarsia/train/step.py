@@ -120,7 +120,7 @@ def add_up(results: Sequence[LossSum]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def clip(gradients: Sequence[Tensor], norm: float, limit: float | None) -> None:
+def clip(gradients: list[Tensor], norm: float, limit: float | None) -> None:
     """Scale the gradients down so that their global norm, which is `norm`, is at most `limit`."""
     if limit is not None and norm > limit and gradients:
         torch._foreach_mul_(gradients, limit / (norm + 1e-6))

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import chz
-import pytest
 import torch
 from intarsia.comm import SelfCommunicator
 from intarsia.config import OptimizerConfig
@@ -25,6 +24,9 @@ from intarsia.parameters import ParameterInfo, ParameterTable
 from intarsia.plugins import current
 from torch import Tensor, nn
 
+from intarsia_testing.base import Conformance
+from intarsia_testing.promise import broken
+
 SHAPES = {
     "embedding.weight": (11, 6),
     "layers.0.wide.weight": (4, 6),
@@ -33,11 +35,6 @@ SHAPES = {
     "layers.0.norm.weight": (6,),
     "layers.0.empty.bias": (0,),
 }
-
-
-def broken(promise: str, sentence: str) -> NoReturn:
-    """Fail the test: which promise is broken, and by what."""
-    pytest.fail(f"promise `{promise}` is broken: {sentence}", pytrace=False)
 
 
 def random_tensor(name: str, salt: int) -> Tensor:
@@ -88,26 +85,20 @@ class Bench:
                     tensor.copy_(other.optimizer.slots()[name][slot])
 
 
-class OptimizerConformance:
-    """Every promise of `intarsia.contracts.Optimizer`, one test each. Set `entry` to "owner:name" (or a short name that is not ambiguous), and
-    `settings` to fields of the config that the tests should use."""
+class OptimizerConformance(Conformance):
+    """Every promise of `intarsia.contracts.Optimizer`, one test each. Set `entry`, and `config` where the default settings should not be used."""
 
-    entry: ClassVar[str] = ""
-    settings: ClassVar[Mapping[str, Any]] = {}
+    kind: ClassVar[str] = "optimizer"
 
-    def config(self, **fields: Any) -> OptimizerConfig:
-        """The entry's config: its defaults, `settings`, then `fields`."""
-        if not self.entry:
-            raise UsageError(f"{type(self).__name__}: set `entry` to the optimizer's name.")
-        plugins = current()
-        made = plugins.config_class(plugins.registry("optimizer").find(self.entry))
-        assert issubclass(made, OptimizerConfig)
-        return made(**{**self.settings, **fields})
+    def made(self, **fields: Any) -> OptimizerConfig:
+        """The settings under test with `fields` replaced."""
+        config = self.given_configs()[0]
+        assert isinstance(config, OptimizerConfig)
+        return chz.replace(config, **fields)
 
     def quiet(self, **fields: Any) -> OptimizerConfig:
-        """The config with every weight decay that it has at 0."""
-        known = chz.chz_fields(type(self.config()))
-        return self.config(**{name: 0.0 for name in known if name.endswith("weight_decay")}, **fields)
+        """The settings with every weight decay that they have at 0."""
+        return self.made(**self._zero_decays(), **fields)
 
     def test_minimises(self) -> None:
         """The loss falls on a quadratic."""
@@ -121,7 +112,7 @@ class OptimizerConformance:
 
     def test_deterministic(self) -> None:
         """Equal inputs give equal bits."""
-        first, second = Bench(self.config()), Bench(self.config())
+        first, second = Bench(self.made()), Bench(self.made())
         for bench in (first, second):
             for _ in range(4):
                 bench.step()
@@ -129,7 +120,7 @@ class OptimizerConformance:
 
     def test_resume_is_exact(self) -> None:
         """A fresh optimizer that is given parameters and slots goes on bit for bit."""
-        unbroken, saved, resumed = (Bench(self.config()) for _ in range(3))
+        unbroken, saved, resumed = (Bench(self.made()) for _ in range(3))
         for _ in range(3):
             unbroken.step()
             saved.step()
@@ -142,9 +133,9 @@ class OptimizerConformance:
 
     def test_state_by_name(self) -> None:
         """State belongs to names: another order of parameters, or other groups, changes nothing."""
-        saved, unbroken = Bench(self.config()), Bench(self.config())
+        saved, unbroken = Bench(self.made()), Bench(self.made())
         names = tuple(reversed(list(SHAPES)))
-        reordered = Bench(self.config(), names, [("late", names[:2], {}), ("early", names[2:], {})])
+        reordered = Bench(self.made(), names, [("late", names[:2], {}), ("early", names[2:], {})])
         for _ in range(3):
             saved.step()
             unbroken.step()
@@ -156,7 +147,7 @@ class OptimizerConformance:
 
     def test_slots_exist_before_the_first_step(self) -> None:
         """slots() lists every parameter's tensors before any step, and they are the ones that steps change."""
-        bench = Bench(self.config())
+        bench = Bench(self.made())
         slots = bench.optimizer.slots()
         if set(slots) != set(SHAPES):
             broken("slots are created eagerly", f"slots() lists {sorted(slots)}, the parameters are {sorted(SHAPES)}.")
@@ -176,7 +167,7 @@ class OptimizerConformance:
 
     def test_slots_match_elements(self) -> None:
         """A slot has its parameter's elements, or is a scalar: otherwise no layout says which part of it a rank holds."""
-        for name, held in Bench(self.config()).optimizer.slots().items():
+        for name, held in Bench(self.made()).optimizer.slots().items():
             for slot, tensor in held.items():
                 if tensor.ndim and tensor.numel() != math.prod(SHAPES[name]):
                     broken("slots match elements", f"{name} has {math.prod(SHAPES[name])} elements and its slot {slot!r} {tensor.numel()}.")
@@ -197,7 +188,7 @@ class OptimizerConformance:
 
     def test_parameters_without_gradient_are_left_alone(self) -> None:
         """Parameters whose grad is None keep value and state."""
-        bench, without = Bench(self.config()), ["layers.0.wide.weight", "layers.0.norm.weight"]
+        bench, without = Bench(self.made()), ["layers.0.wide.weight", "layers.0.norm.weight"]
         bench.step()
         values = bench.values()
         slots = {name: {slot: tensor.clone() for slot, tensor in bench.optimizer.slots()[name].items()} for name in without}
@@ -211,7 +202,7 @@ class OptimizerConformance:
     def test_only_given_parameters_change(self) -> None:
         """A frozen parameter is in no group, and stays."""
         names = tuple(name for name in SHAPES if "norm" not in name)
-        bench = Bench(self.config(), tuple(SHAPES), [("default", names, {})])
+        bench = Bench(self.made(), tuple(SHAPES), [("default", names, {})])
         frozen = bench.values()["layers.0.norm.weight"]
         bench.step()
         if not torch.equal(bench.parameters["layers.0.norm.weight"].detach(), frozen):
@@ -220,8 +211,8 @@ class OptimizerConformance:
     def test_weight_decay_is_decoupled(self) -> None:
         """weight_decay adds -lr x weight_decay x parameter to the update and nothing else."""
         decay = 0.25
-        plain, decayed = Bench(self.quiet()), Bench(self.config(**{**self._zero_decays(), "weight_decay": decay}))
-        start, lr = plain.values(), self.config().lr
+        plain, decayed = Bench(self.quiet()), Bench(self.made(**{**self._zero_decays(), "weight_decay": decay}))
+        start, lr = plain.values(), self.made().lr
         plain.step()
         decayed.step()
         seen = False
@@ -239,7 +230,7 @@ class OptimizerConformance:
             broken("weight decay is decoupled", "weight_decay had no effect on any parameter.")
 
     def _zero_decays(self) -> dict[str, float]:
-        return {name: 0.0 for name in chz.chz_fields(type(self.config())) if name.endswith("weight_decay")}
+        return {name: 0.0 for name in chz.chz_fields(type(self.made())) if name.endswith("weight_decay")}
 
     def test_groups_override_fields(self) -> None:
         """A group's options replace the config's fields; an unknown one is a UsageError that names the group."""
@@ -255,7 +246,7 @@ class OptimizerConformance:
         if bench.optimizer.learning_rates().get("slow") != 0.0:
             broken("groups override fields", f"learning_rates() is {dict(bench.optimizer.learning_rates())}; group `slow` has lr 0.")
         try:
-            Bench(self.config(), names, [("odd", names, {"no_such_field": 1.0})])
+            Bench(self.made(), names, [("odd", names, {"no_such_field": 1.0})])
         except UsageError as error:
             if "odd" not in str(error):
                 broken("groups override fields", f"the error for an unknown option does not name the group: {error}")
