@@ -25,42 +25,6 @@ def offer_commands() -> Sequence[Entry]:
 
 
 @hookimpl
-def offer_data_sources() -> Sequence[Entry]:
-    """Sources of documents."""
-    home, configs = "intarsia.data.sources", "intarsia.data.config"
-    return [
-        Entry(
-            name="stdlib", config=f"{configs}:StdlibConfig", target=f"{home}:StdlibSource", doc="The Python standard library's source code."
-        ),
-        Entry(
-            name="text",
-            config=f"{configs}:TextConfig",
-            target=f"{home}:TextSource",
-            doc="Text files, one document each or cut by a separator.",
-        ),
-        Entry(
-            name="jsonl",
-            config=f"{configs}:JsonlConfig",
-            target=f"{home}:JsonlSource",
-            doc="One JSON object on each line: text, chat or ids.",
-        ),
-    ]
-
-
-@hookimpl
-def offer_tokenizers() -> Sequence[Entry]:
-    """Tokenizers."""
-    return [
-        Entry(
-            name="byte",
-            config="intarsia.data.config:ByteTokenizerConfig",
-            target="intarsia.data.tokenizer:ByteTokenizer",
-            doc="Bytes of UTF-8 and a few special ids.",
-        )
-    ]
-
-
-@hookimpl
 def offer_schedules() -> Sequence[Entry]:
     """Learning-rate schedules."""
     home, configs = "intarsia.train.schedules", "intarsia.train.config"

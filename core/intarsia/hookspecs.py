@@ -139,6 +139,12 @@ def offer_data_sources() -> Sequence[Entry]:
     """Sources of documents. Target: `build(config) -> DataSource`."""
 
 
+@offer("loader", base="intarsia.config:LoaderConfig")
+def offer_loaders() -> Sequence[Entry]:
+    """Loaders, which own order, packing and the exact position. Target: `build(config, recipe, plugins, rank, ranks, directory, split) -> Loader`;
+    rank and ranks count those that share the data, split is "train" or "evaluation"."""
+
+
 @offer("tokenizer", base="intarsia.config:TokenizerConfig")
 def offer_tokenizers() -> Sequence[Entry]:
     """Tokenizers. Target: `build(config) -> Tokenizer`."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow
 import pytest
 from intarsia.contracts import Document
-from intarsia.data.config import JsonlConfig, StdlibConfig, TextConfig
 from intarsia_arrow.config import ArrowConfig, ParquetConfig
+from intarsia_data.config import JsonlConfig, StdlibConfig, TextConfig
 from intarsia_testing.data_source import DataSourceConformance
 from pyarrow import ipc, parquet
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 
-import pytest
 from intarsia_testing.kernel import KernelConformance
 
 
@@ -15,13 +14,15 @@ class TestSDPA(KernelConformance):
     op, entry = "attention", "intarsia-kernels:sdpa"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_rms_norm_under_the_interpreter():
-    code = (
-        "import sys; from intarsia_testing.kernel import check\n"
-        "found = list(check('rms_norm', 'intarsia-kernels:triton', present=('cuda', 'triton'), device='cpu'))\n"
-        "print(*found, sep='\\n'); sys.exit(any(outcome != 'kept' for _, outcome, _ in found))"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+if importlib.util.find_spec("triton"):
+
+    def test_triton_rms_norm_under_the_interpreter():
+        """Where triton is installed its interpreter stands in for a GPU; without it, tests/unit/test_ops_select.py sees that the kernel is refused by name."""
+        code = (
+            "import sys; from intarsia_testing.kernel import check\n"
+            "found = list(check('rms_norm', 'intarsia-kernels:triton', present=('cuda', 'triton'), device='cpu'))\n"
+            "print(*found, sep='\\n'); sys.exit(any(outcome != 'kept' for _, outcome, _ in found))"
+        )
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=240, check=False)
+        assert run.returncode == 0, run.stdout + run.stderr

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from intarsia.checkpoint.config import PosixConfig
 from intarsia.config import CheckpointConfig, DataConfig, EvaluationConfig, MixturePart, Recipe, TrainConfig
-from intarsia.data.config import ByteTokenizerConfig, StdlibConfig
 from intarsia.train.config import CosineConfig, CrossEntropyConfig, EagerConfig, WholeConfig
 from intarsia_checkpoint_stream.config import StreamConfig
+from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
 from intarsia_llama3.config import llama3
 from intarsia_optimizers.config import AdamWConfig
 
@@ -16,7 +16,9 @@ def tiny() -> Recipe:
     return Recipe(
         name="tiny",
         model=llama3(dim=16, layers=2, heads=2, kv_heads=1, head_dim=8, hidden=32, vocab_size=264, max_positions=64),
-        data=DataConfig(tokenizer=ByteTokenizerConfig(), mixture=(MixturePart(source=StdlibConfig(limit=6)),), held_out=0.3),
+        data=DataConfig(
+            loader=PackedConfig(), tokenizer=ByteTokenizerConfig(), mixture=(MixturePart(source=StdlibConfig(limit=6)),), held_out=0.3
+        ),
         optimizer=AdamWConfig(lr=1e-2),
         schedule=CosineConfig(warmup_steps=3),
         loss=CrossEntropyConfig(chunk=16),

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from intarsia.config import DataConfig, EvaluationConfig, MixturePart, TrainConfig
 from intarsia.contracts import IGNORE, Document
-from intarsia.data import build_loader
-from intarsia.data.config import ByteTokenizerConfig, StdlibConfig
-from intarsia.data.order import Mixture, mix
+from intarsia_data import build_loader
+from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
+from intarsia_data.order import Mixture, mix
 
 NEW = 1_000_000
 
@@ -50,7 +50,7 @@ class Plain:
 def loaders_of(sources, ranks, *, epochs, packing, row, micro_batch, global_batch, folder, seed=0, weights=None):
     parts = tuple(MixturePart(source=StdlibConfig(limit=n + 1), weight=weights[n] if weights else 1.0) for n in range(len(sources)))
     recipe = types.SimpleNamespace(
-        data=DataConfig(tokenizer=ByteTokenizerConfig(), mixture=parts, held_out=0.0, prefetch=0, epochs=epochs, packing=packing),
+        data=DataConfig(loader=PackedConfig(), tokenizer=ByteTokenizerConfig(), mixture=parts, held_out=0.0, prefetch=0, epochs=epochs, packing=packing),
         train=TrainConfig(sequence_length=row, micro_batch=micro_batch, global_batch=global_batch, seed=seed),
         evaluation=EvaluationConfig(),
     )

@@ -19,6 +19,7 @@ from intarsia.config import (
     DataSourceConfig,
     EngineConfig,
     ExtensionConfig,
+    LoaderConfig,
     LossConfig,
     MetricSinkConfig,
     MixturePart,
@@ -110,6 +111,11 @@ class LibraryConfig(DataSourceConfig):
 
 
 @chz.chz(typecheck=True)
+class PlainLoaderConfig(LoaderConfig):
+    pass
+
+
+@chz.chz(typecheck=True)
 class BytesConfig(TokenizerConfig):
     bos: bool = True
 
@@ -166,7 +172,7 @@ def small(layers: int = 3) -> Recipe:
         model=FamilyConfig(
             vocab_size=64, dim=8, max_positions=128, layers=tuple(BlockConfig(attention=AttentionConfig(window=16)) for _ in range(layers))
         ),
-        data=DataConfig(tokenizer=BytesConfig(), mixture=(MixturePart(source=LibraryConfig()),)),
+        data=DataConfig(loader=PlainLoaderConfig(), tokenizer=BytesConfig(), mixture=(MixturePart(source=LibraryConfig()),)),
         optimizer=AdamConfig(lr=1e-3),
         schedule=FlatConfig(),
         loss=PlainLossConfig(),
@@ -213,6 +219,7 @@ CHOICES = {
     "components": {"full": "AttentionConfig", "latent": "LatentConfig", "none": "NothingConfig"},
     "optimizers": {"adam": "AdamConfig", "matrix": "MatrixConfig"},
     "data_sources": {"files": "TextConfig", "library": "LibraryConfig"},
+    "loaders": {"plain": "PlainLoaderConfig"},
     "tokenizers": {"bytes": "BytesConfig"},
     "schedules": {"flat": "FlatConfig"},
     "losses": {"plain": "PlainLossConfig"},
@@ -240,7 +247,8 @@ def _offer(kind: str):
         make = ModelEntry if kind == "models" else Entry
         configs = CHOICES.get(kind, {})
         entries = [
-            make(name=name, config=f"{MODULE}:{config}", target=f"{MODULE}:{config}", doc=f"Fake {name}.") for name, config in configs.items()
+            make(name=name, config=f"{MODULE}:{config}", target=f"{MODULE}:{config}", doc=f"Fake {name}.")
+            for name, config in configs.items()
         ]
         functions = FUNCTIONS.get(kind, {})
         return entries + [Entry(name=name, target=f"{MODULE}:{function}", doc=f"Fake {name}.") for name, function in functions.items()]

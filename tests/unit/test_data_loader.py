@@ -10,10 +10,10 @@ import pytest
 import torch
 from intarsia.config import DataConfig, EvaluationConfig, MixturePart, TrainConfig
 from intarsia.contracts import IGNORE, Document, Message
-from intarsia.data import build_loader, has_evaluation
-from intarsia.data.config import ByteTokenizerConfig, StdlibConfig
-from intarsia.data.tokenizer import ByteTokenizer
 from intarsia.errors import CheckpointError, PluginError, UsageError
+from intarsia_data import build_loader, has_evaluation
+from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
+from intarsia_data.tokenizer import ByteTokenizer
 
 
 class Listed:
@@ -68,7 +68,7 @@ def recipe(sources=1, weights=None, data=None, batches=8, **train):
     mixture = tuple(MixturePart(source=StdlibConfig(limit=n + 1), weight=(weights or [1.0] * sources)[n]) for n in range(sources))
     settings = {"held_out": 0.0, "prefetch": 0, "epochs": 1} | (data or {})
     return types.SimpleNamespace(
-        data=DataConfig(tokenizer=ByteTokenizerConfig(), mixture=mixture, **settings),
+        data=DataConfig(loader=PackedConfig(), tokenizer=ByteTokenizerConfig(), mixture=mixture, **settings),
         train=TrainConfig(**({"sequence_length": 4, "micro_batch": 2, "global_batch": 8} | train)),
         evaluation=EvaluationConfig(batches=batches),
     )

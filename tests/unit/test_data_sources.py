@@ -15,15 +15,15 @@ import pyarrow
 import pytest
 from intarsia.config.bases import ModelConfig
 from intarsia.contracts import Document, Message
-from intarsia.data import check_vocabulary
-from intarsia.data.config import ByteTokenizerConfig, JsonlConfig, StdlibConfig, TextConfig
-from intarsia.data.files import CHUNK_BYTES, split_ranges
-from intarsia.data.sources import JsonlSource, StdlibSource, TextSource
-from intarsia.data.store import open_store
-from intarsia.data.tokenizer import ByteTokenizer
 from intarsia.errors import PluginError, UsageError
+from intarsia.train.build import check_vocabulary
 from intarsia_arrow.config import ParquetConfig
 from intarsia_arrow.sources import ParquetSource
+from intarsia_data.config import ByteTokenizerConfig, JsonlConfig, StdlibConfig, TextConfig
+from intarsia_data.files import CHUNK_BYTES, split_ranges
+from intarsia_data.sources import JsonlSource, StdlibSource, TextSource
+from intarsia_data.store import open_store
+from intarsia_data.tokenizer import ByteTokenizer
 from intarsia_huggingface.config import HFDatasetsConfig, TokenizerJsonConfig
 from intarsia_huggingface.hf_datasets import HFDatasetsSource
 from intarsia_huggingface.tokenizers_json import TokenizerJson
@@ -319,7 +319,7 @@ def test_waiting_for_another_process_ends(tmp_path):
 
 def test_configs_import_neither_torch_nor_numpy():
     code = (
-        "import sys, intarsia.data, intarsia.data.config, intarsia_arrow.plugin, intarsia_arrow.config, intarsia_huggingface.plugin, "
+        "import sys, intarsia_data, intarsia_data.config, intarsia_arrow.plugin, intarsia_arrow.config, intarsia_huggingface.plugin, "
         "intarsia_huggingface.config; sys.exit(bool({'torch', 'numpy', 'pyarrow', 'tokenizers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -8,6 +8,7 @@ from intarsia.config.bases import (
     EngineConfig,
     EnvironmentConfig,
     ExtensionConfig,
+    LoaderConfig,
     LossConfig,
     MetricSinkConfig,
     ModelConfig,

@@ -68,6 +68,11 @@ class TokenizerConfig(Config):
 
 
 @chz.chz(typecheck=True)
+class LoaderConfig(Config):
+    """Settings of a loader."""
+
+
+@chz.chz(typecheck=True)
 class ScheduleConfig(Config):
     """Settings of a learning-rate schedule; `warmup_steps` rise linearly from 0 (the first step is not 0)."""
 

@@ -15,6 +15,7 @@ from intarsia.config.bases import (
     DataSourceConfig,
     EngineConfig,
     ExtensionConfig,
+    LoaderConfig,
     LossConfig,
     MetricSinkConfig,
     ModelConfig,
@@ -96,6 +97,7 @@ class MixturePart(Config):
 class DataConfig(Config):
     """From documents to batches."""
 
+    loader: LoaderConfig = chz.field(doc="What makes batches of documents.")
     tokenizer: TokenizerConfig = chz.field(doc="The tokenizer.")
     mixture: tuple[MixturePart, ...] = chz.field(doc="Sources and their weights.")
     held_out: float = chz.field(

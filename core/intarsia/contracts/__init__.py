@@ -7,8 +7,8 @@ from intarsia.contracts.data import (
     Batch,
     DataSource,
     Document,
+    Loader,
     Message,
-    PackingKind,
     Tokenizer,
 )
 from intarsia.contracts.entry import Entry, KernelEntry, ModelEntry, Numerics
@@ -81,6 +81,7 @@ __all__ = [
     "JSONObject",
     "KernelEntry",
     "Limits",
+    "Loader",
     "Loss",
     "LossSum",
     "Member",
@@ -95,7 +96,6 @@ __all__ = [
     "Observation",
     "Optimizer",
     "OptimizerGroup",
-    "PackingKind",
     "Partition",
     "Piece",
     "Placement",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from intarsia.contracts.state import StateItem
 
 IGNORE = -100
 """The label of a token that is not trained on."""
@@ -95,4 +97,34 @@ class Batch:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-PackingKind = Literal["concatenate", "one_per_row"]
+@runtime_checkable
+class Loader(Protocol):
+    """This rank's micro-batches of each global step, and the exact position, which is Stateful state of the owner `data`. Stability: provisional.
+
+    `total` is the number of samples after which the data ends (None: never), `samples` and `steps` what was given out so far over all ranks.
+    """
+
+    tokenizer: Tokenizer
+    total: int | None
+    samples: int
+    steps: int
+
+    def next_step(self) -> list[Batch] | None:
+        """The next global step's micro-batches, the same number on every rank; None at the end of the data, on all ranks alike."""
+
+    def reset(self, samples: int = 0, steps: int = 0) -> None:
+        """Set the position."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the run records about its data: documents, tokens, fingerprints."""
+        ...
+
+    def close(self) -> None:
+        """End what runs in the background."""
+
+    def state(self) -> list[StateItem]:
+        """The position, valid at any number of ranks."""
+        ...
+
+    def load_state(self, values: Mapping[str, Any], missing_rank_state: bool = False) -> None:
+        """Go on after the saved position; refuse data that has changed."""

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import Tensor
+
     from intarsia.checkpoint import Checkpoint
+    from intarsia.config import ModelConfig, TokenizerConfig
+    from intarsia.contracts.placement import Box
     from intarsia.contracts.state import StateItem
 
 
@@ -125,6 +129,46 @@ class CheckpointFormat(Protocol):
 
     def import_(self, source: Path, run: Path, options: Mapping[str, str]) -> str:
         """Commit what is in `source` as the newest checkpoint of the run directory `run`. Returns where it is."""
+        ...
+
+
+@runtime_checkable
+class WeightReader(Protocol):
+    """A model's weights by canonical parameter name, any box of any of them. Stability: provisional.
+
+    `location` is for messages; `model` and `tokenizer` are the configs that go with the weights (tokenizer None: not known), `stop_ids` further token ids
+    that end a text. Reading `model` may raise UsageError where the weights do not say it.
+    """
+
+    location: str
+    model: ModelConfig
+    tokenizer: TokenizerConfig | None
+    stop_ids: tuple[int, ...]
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Whole shapes of all parameters, and of persistent buffers where there are any."""
+        ...
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A new CPU tensor with `box` (None: all) of a parameter, in the stored dtype. Reads little more than the box."""
+        ...
+
+
+@runtime_checkable
+class WeightFormat(Protocol):
+    """A CheckpointFormat whose folders can be trained from and run directly. Stability: provisional.
+
+    `looks_for` says for messages what makes a folder one of these.
+    """
+
+    looks_for: str
+
+    def recognises(self, path: Path) -> bool:
+        """Whether `path` looks like this format; cheap, and without a look at the weights."""
+        ...
+
+    def open_weights(self, path: Path) -> WeightReader:
+        """The weights in it. CheckpointError or UsageError for what is wrong with it."""
         ...
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from intarsia import data, ops
+from intarsia import ops
 from intarsia.checkpoint import CheckpointManager
-from intarsia.config import Recipe
-from intarsia.contracts import BuildStage, StepState
+from intarsia.config import ModelConfig, Recipe
+from intarsia.contracts import BuildStage, Loader, StepState, Tokenizer
 from intarsia.device import capabilities
 from intarsia.errors import UsageError
 from intarsia.mesh import Mesh
@@ -61,16 +61,25 @@ def build_mesh(built: Built, sizes: dict[str, int]) -> Mesh:
     return built.mesh
 
 
-def build_data(built: Built) -> data.Loader:
+def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """Refuse a tokenizer that makes ids the model has no embedding for. Errors: UsageError with both sizes. Stability: stable."""
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UsageError(
+            f"The tokenizer has {tokenizer.vocab_size} ids but the model's vocabulary holds {model.vocab_size}: ids {model.vocab_size} to "
+            f"{tokenizer.vocab_size - 1} would have no embedding. Set model.vocab_size to at least {tokenizer.vocab_size}, or choose another tokenizer."
+        )
+
+
+def build_data(built: Built) -> Loader:
     """Stage data: the training loader and, where the recipe evaluates, the held-out one. Rank 0 goes first: it fills the token cache for all."""
     recipe, mesh = built.resolved.recipe, built.mesh
 
-    def loader(split: str) -> data.Loader:
-        return data.build_loader(recipe, built.plugins, mesh.data_rank, mesh.data_ranks, built.run.directory, split)
+    def loader(split: str) -> Loader:
+        return built.plugins.build(recipe.data.loader, recipe, built.plugins, mesh.data_rank, mesh.data_ranks, built.run.directory, split)
 
     built.loader = loader("train")
-    data.check_vocabulary(built.loader.tokenizer, recipe.model)
-    if recipe.evaluation.every != 0 and data.has_evaluation(recipe):
+    check_vocabulary(built.loader.tokenizer, recipe.model)
+    if recipe.evaluation.every != 0 and (recipe.data.evaluation or recipe.data.held_out > 0):
         built.evaluation = loader("evaluation")
     if recipe.train.sequence_length > recipe.model.max_positions:
         raise UsageError(

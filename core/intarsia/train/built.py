@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from intarsia.checkpoint import CheckpointManager
     from intarsia.comm import Communicator
     from intarsia.config import Resolved
-    from intarsia.contracts import Batch, Engine, Loss, Optimizer, Run, Schedule, ShardedModel, Stateful, StepState
-    from intarsia.data import Loader
+    from intarsia.contracts import Batch, Engine, Loader, Loss, Optimizer, Run, Schedule, ShardedModel, Stateful, StepState
     from intarsia.hooks import Hooks
     from intarsia.mesh import Mesh
     from intarsia.parameters import ParameterTable

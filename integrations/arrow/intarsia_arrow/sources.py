@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import pyarrow
 from intarsia.contracts import Document
-from intarsia.data.files import expand, fingerprint
-from intarsia.data.records import to_document
 from intarsia.errors import UsageError, did_you_mean
+from intarsia_data.files import expand, fingerprint
+from intarsia_data.records import to_document
 from pyarrow import ipc, parquet
 
 from intarsia_arrow.config import ArrowConfig, ParquetConfig

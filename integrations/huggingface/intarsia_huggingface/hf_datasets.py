@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from intarsia.contracts import Document
-from intarsia.data.records import to_document
 from intarsia.errors import PluginError, UsageError, did_you_mean
+from intarsia_data.records import to_document
 
 from intarsia_huggingface.config import HFDatasetsConfig
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from intarsia.contracts import Message
-from intarsia.data.tokenizer import is_trained
 from intarsia.errors import UsageError, did_you_mean
+from intarsia_data.tokenizer import is_trained
 from tokenizers import Tokenizer
 
 from intarsia_huggingface.config import TokenizerJsonConfig

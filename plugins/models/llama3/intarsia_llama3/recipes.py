@@ -19,9 +19,9 @@ from intarsia.config import (
     RecomputeConfig,
     TrainConfig,
 )
-from intarsia.data.config import ByteTokenizerConfig, StdlibConfig
 from intarsia.train.config import CosineConfig, CrossEntropyConfig, EagerConfig, WSDConfig
 from intarsia_checkpoint_stream.config import StreamConfig
+from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_optimizers.config import AdamWConfig, MuonConfig
 
@@ -34,7 +34,7 @@ def debug() -> Recipe:
     return Recipe(
         name="llama3-debug",
         model=config.debug(),
-        data=DataConfig(tokenizer=ByteTokenizerConfig(), mixture=(MixturePart(source=StdlibConfig()),)),
+        data=DataConfig(loader=PackedConfig(), tokenizer=ByteTokenizerConfig(), mixture=(MixturePart(source=StdlibConfig()),)),
         optimizer=MuonConfig(lr=0.02, weight_decay=0.01, adamw_lr=3e-3, newton_schulz_dtype="float32"),
         schedule=WSDConfig(warmup_steps=10, decay=0.3),
         loss=CrossEntropyConfig(),
@@ -50,7 +50,7 @@ def _published(name: str, model: Llama3Config, *, lr: float, steps: int, global_
     return Recipe(
         name=name,
         model=model,
-        data=DataConfig(tokenizer=ByteTokenizerConfig(), mixture=(MixturePart(source=StdlibConfig()),)),
+        data=DataConfig(loader=PackedConfig(), tokenizer=ByteTokenizerConfig(), mixture=(MixturePart(source=StdlibConfig()),)),
         optimizer=AdamWConfig(lr=lr, weight_decay=0.1, betas=(0.9, 0.95)),
         schedule=CosineConfig(warmup_steps=2000, floor=0.1),
         loss=CrossEntropyConfig(chunk=2048),

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-
 from intarsia.config import Recipe
 from intarsia.contracts import Batch, StateItem, Tokenizer
-from intarsia.data.batches import Row, make_row, padding_row, stack
-from intarsia.data.order import Mixture, Stream, key_of, split
-from intarsia.data.store import TokenStore, open_store
 from intarsia.errors import CheckpointError, PluginError, UsageError
+
+from intarsia_data.batches import Row, make_row, padding_row, stack
+from intarsia_data.config import PackedConfig
+from intarsia_data.order import Mixture, Stream, key_of, split
+from intarsia_data.store import TokenStore, open_store
 
 
 def has_evaluation(recipe: Recipe) -> bool:
@@ -53,6 +54,11 @@ def build_loader(recipe: Recipe, plugins: Any, rank: int, ranks: int, directory:
     names = [f"{where}.{number}.source ({plugins.entry_of(part.source).name})" for number, part in enumerate(parts)]
     stores = [open_store(plugins.build(part.source), tokenizer, name, cache) for name, part in zip(names, parts, strict=True)]
     return Loader(recipe, tokenizer, names, [part.weight for part in parts], stores, rank, ranks, train)
+
+
+def build(config: PackedConfig, recipe: Recipe, plugins: Any, rank: int, ranks: int, directory: Path, split: str) -> Loader:
+    """The registry's door to `build_loader`; the settings are all in the recipe's data section."""
+    return build_loader(recipe, plugins, rank, ranks, directory, split)
 
 
 class Loader:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
-
 from intarsia.contracts import Document
-from intarsia.data.config import JsonlConfig, StdlibConfig, TextConfig
-from intarsia.data.files import FileRanges, decode, expand, fingerprint, split_ranges
-from intarsia.data.records import to_document
 from intarsia.errors import UsageError
+
+from intarsia_data.config import JsonlConfig, StdlibConfig, TextConfig
+from intarsia_data.files import FileRanges, decode, expand, fingerprint, split_ranges
+from intarsia_data.records import to_document
 
 
 class FileSource:

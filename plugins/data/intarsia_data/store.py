@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-
 from intarsia.contracts import DataSource, Document, Tokenizer
 from intarsia.errors import IntarsiaError, PluginError, UsageError
 
 FORMAT = 1
 DOCUMENTS_AT_ONCE = 256
 REPORT_EVERY_S = 30.0
-log = logging.getLogger("intarsia.data")
+log = logging.getLogger("intarsia_data")
 
 
 class TokenStore:

@@ -14,9 +14,9 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy
-
-from intarsia.data.store import TokenStore
 from intarsia.errors import UsageError
+
+from intarsia_data.store import TokenStore
 
 ONE = 1 << 32
 

@@ -6,11 +6,10 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy
-
-from intarsia.config.bases import ModelConfig
-from intarsia.contracts import Message, Tokenizer
-from intarsia.data.config import ByteTokenizerConfig
+from intarsia.contracts import Message
 from intarsia.errors import UsageError, did_you_mean
+
+from intarsia_data.config import ByteTokenizerConfig
 
 
 class ByteTokenizer:
@@ -61,12 +60,3 @@ class ByteTokenizer:
 def is_trained(message: Message) -> bool:
     """Whether a turn is trained on: as it says itself, else when the assistant speaks. Stability: stable."""
     return message.role == "assistant" if message.trained is None else message.trained
-
-
-def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """Refuse a tokenizer that makes ids the model has no embedding for. Errors: UsageError with both sizes. Stability: stable."""
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UsageError(
-            f"The tokenizer has {tokenizer.vocab_size} ids but the model's vocabulary holds {model.vocab_size}: ids {model.vocab_size} to "
-            f"{tokenizer.vocab_size - 1} would have no embedding. Set model.vocab_size to at least {tokenizer.vocab_size}, or choose another tokenizer."
-        )

@@ -1,10 +1,14 @@
-"""Settings of the sources and of the tokenizer that core brings. Torch-free."""
+"""Settings of the loader, the sources and the byte tokenizer. Torch-free."""
 
 from __future__ import annotations
 
 import chz
+from intarsia.config.bases import DataSourceConfig, LoaderConfig, TokenizerConfig
 
-from intarsia.config.bases import DataSourceConfig, TokenizerConfig
+
+@chz.chz(typecheck=True)
+class PackedConfig(LoaderConfig):
+    """Rows of tokenised documents in an exact global order; how they are packed and shuffled is `data.packing` and `data.shuffle`."""
 
 
 @chz.chz(typecheck=True)

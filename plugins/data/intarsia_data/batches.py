@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy
 import torch
-
 from intarsia.contracts import IGNORE, Batch
-from intarsia.data.order import Segments
-from intarsia.data.store import TokenStore
+
+from intarsia_data.order import Segments
+from intarsia_data.store import TokenStore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
