@@ -15,25 +15,11 @@ def offer_commands() -> Sequence[Entry]:
     """The commands that work without any other plugin."""
     return [
         Entry(name="train", target="intarsia.cli.train:command", doc="Train a model by a recipe, or go on with a run."),
-        Entry(name="show", target="intarsia.cli.show:command", doc="Show a run's curves and facts."),
         Entry(
             name="checkpoint", target="intarsia.cli.checkpoint:command", doc="List, show, verify, compare, export and import checkpoints."
         ),
         Entry(name="config", target="intarsia.cli.config:command", doc="Print a recipe as it is resolved, and who set each value."),
         Entry(name="plugins", target="intarsia.cli.plugins:command", doc="List, show and check plugins; trace hook calls."),
-    ]
-
-
-@hookimpl
-def offer_schedules() -> Sequence[Entry]:
-    """Learning-rate schedules."""
-    home, configs = "intarsia.train.schedules", "intarsia.train.config"
-    return [
-        Entry(name="constant", config=f"{configs}:ConstantConfig", target=f"{home}:build_constant", doc="Warm-up, then constant."),
-        Entry(name="linear", config=f"{configs}:LinearConfig", target=f"{home}:build_linear", doc="Warm-up, then a straight line down."),
-        Entry(name="cosine", config=f"{configs}:CosineConfig", target=f"{home}:build_cosine", doc="Warm-up, then half a cosine down."),
-        Entry(name="sqrt", config=f"{configs}:SqrtConfig", target=f"{home}:build_sqrt", doc="Warm-up, then the inverse square root."),
-        Entry(name="wsd", config=f"{configs}:WSDConfig", target=f"{home}:build_wsd", doc="Warm-up, stable, decay."),
     ]
 
 

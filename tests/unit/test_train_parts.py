@@ -8,15 +8,15 @@ import math
 
 import pytest
 from intarsia.checkpoint.facts import compare_facts
-from intarsia.cli.show import spark, summary, text_lines
 from intarsia.config import ParameterGroup
 from intarsia.errors import UsageError
 from intarsia.train import resume
-from intarsia.train.config import ConstantConfig, CosineConfig, LinearConfig, SqrtConfig, WSDConfig
-from intarsia.train.display import Display, clock, short
 from intarsia.train.events import EventLog
 from intarsia.train.groups import assign, freeze, optimizer_groups
-from intarsia.train.schedules import build_constant, build_cosine, build_linear, build_sqrt, build_wsd
+from intarsia_console.progress import Progress, clock, short
+from intarsia_console.show import spark, summary, text_lines
+from intarsia_optimizers.config import ConstantConfig, CosineConfig, LinearConfig, SqrtConfig, WSDConfig
+from intarsia_optimizers.schedules import build_constant, build_cosine, build_linear, build_sqrt, build_wsd
 from torch import nn
 
 # ---------------------------------------------------------------- schedules
@@ -150,12 +150,14 @@ STEP = {
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
-    display = Display(3, stream)
+    display = Progress(1.0, stream)
+    display.write({"event": "run_start", "steps": 3, "directory": "runs/a"})
     for step in (1, 2, 3):
         display.write({**STEP, "step": step})
     display.write({"event": "evaluation", "step": 3, "loss": 2.0, "bits_per_byte": 1.5})
     display.close()
     lines = stream.getvalue().splitlines()
+    assert lines.pop(0) == "run directory runs/a"
     assert lines[0].startswith("step 1/3  loss 2.5000") and "12.3k tok/s" in lines[0] and "MFU 41.0%" in lines[0] and "mem 2GB" in lines[0]
     assert "ETA" in lines[-2] and "step 3/3" in lines[-2]
     assert "bits/byte 1.5000" in lines[-1]
@@ -169,7 +171,8 @@ class Terminal(io.StringIO):
 
 def test_one_live_line_on_a_terminal() -> None:
     stream = Terminal()
-    display = Display(2, stream)
+    display = Progress(1.0, stream)
+    display.write({"event": "run_start", "steps": 2, "directory": "runs/a"})
     display.write({**STEP, "step": 1})
     display.write({**STEP, "step": 2})
     display.write({"event": "checkpoint", "step": 2, "location": "here"})

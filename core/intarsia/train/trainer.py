@@ -24,7 +24,6 @@ from intarsia.plugins import Plugins, check_same_plugins
 from intarsia.train import resume
 from intarsia.train.build import build
 from intarsia.train.built import Built
-from intarsia.train.display import Display
 from intarsia.train.evaluate import evaluate
 from intarsia.train.events import EventLog
 from intarsia.train.profile import profiled
@@ -104,7 +103,6 @@ class Trainer:
         self._request, self._directory, self._sizes = request, directory, sizes
         self._recipe = request.resolved.recipe
         run = Run(self._recipe, directory.path, world.rank, world.size)
-        self._display = Display(self._recipe.train.steps)
         events = EventLog(directory.path) if world.rank == 0 else None
         self._built = Built(run, request.resolved, request.plugins, request.plugins.hooks, world, device, events)
         self._signals = StopSignals()
@@ -141,7 +139,6 @@ class Trainer:
                 "error": self._error,
             }
             built.event("run_end", outcome=outcome, step=run.step, **fields)
-            self._display.close()
             if built.events is not None:
                 built.events.close()
         if outcome == "stopped":
@@ -151,11 +148,11 @@ class Trainer:
     # ------------------------------------------------------------ beginning
 
     def _open_events(self, events: EventLog) -> None:
-        if self._request.show:
-            events.add_sink("progress", self._display)
-        for config in self._recipe.sinks:
-            sink = self._request.plugins.build(config, self._directory.path)
-            events.add_sink(self._request.plugins.entry_of(config).full_name, sink)
+        """The recipe's sinks, and `progress` where a plugin offers it."""
+        plugins = self._request.plugins
+        shown = [entry for entry in plugins.registry("metric sink").entries() if entry.name == "progress" and self._request.show]
+        for config in (*(plugins.config_class(entry)() for entry in shown), *self._recipe.sinks):
+            events.add_sink(plugins.entry_of(config).full_name, plugins.build(config, self._directory.path))
 
     def _set_up(self) -> None:
         built = self._built
@@ -163,8 +160,6 @@ class Trainer:
         built.event("run_start", **self._start_facts())
         if not self._request.resume:  # A resume that is refused must leave the files as they are.
             self._write_files()
-        if self._request.show and built.events is not None:
-            self._display.line(f"run directory {self._directory.path}")
         built.hooks.before_run(run=built.run)
         build(built, self._sizes, self._facts)
         built.manager.on_durable(self._durable)

@@ -1,4 +1,4 @@
-"""Entry points `adamw` and `muon`: two plugins of one distribution, so that each can be switched off alone. Torch-free."""
+"""Entry points `adamw`, `muon` and `schedules`: plugins of one distribution, so that each can be switched off alone. Torch-free."""
 
 from __future__ import annotations
 
@@ -44,5 +44,26 @@ class MuonPlugin:
         ]
 
 
+class SchedulesPlugin:
+    """Offers the learning-rate schedules."""
+
+    INTARSIA_API = 1
+
+    @hookimpl
+    def offer_schedules(self) -> Sequence[Entry]:
+        """The entries."""
+        home, configs = "intarsia_optimizers.schedules", "intarsia_optimizers.config"
+        return [
+            Entry(name="constant", config=f"{configs}:ConstantConfig", target=f"{home}:build_constant", doc="Warm-up, then constant."),
+            Entry(
+                name="linear", config=f"{configs}:LinearConfig", target=f"{home}:build_linear", doc="Warm-up, then a straight line down."
+            ),
+            Entry(name="cosine", config=f"{configs}:CosineConfig", target=f"{home}:build_cosine", doc="Warm-up, then half a cosine down."),
+            Entry(name="sqrt", config=f"{configs}:SqrtConfig", target=f"{home}:build_sqrt", doc="Warm-up, then the inverse square root."),
+            Entry(name="wsd", config=f"{configs}:WSDConfig", target=f"{home}:build_wsd", doc="Warm-up, stable, decay."),
+        ]
+
+
 adamw = AdamWPlugin()
 muon = MuonPlugin()
+schedules = SchedulesPlugin()

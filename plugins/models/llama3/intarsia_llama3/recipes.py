@@ -19,11 +19,11 @@ from intarsia.config import (
     RecomputeConfig,
     TrainConfig,
 )
-from intarsia.train.config import CosineConfig, CrossEntropyConfig, EagerConfig, WSDConfig
+from intarsia.train.config import CrossEntropyConfig, EagerConfig
 from intarsia_checkpoint_stream.config import StreamConfig
 from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
 from intarsia_flexshard.config import FlexShardConfig
-from intarsia_optimizers.config import AdamWConfig, MuonConfig
+from intarsia_optimizers.config import AdamWConfig, CosineConfig, MuonConfig, WSDConfig
 
 from intarsia_llama3 import config
 from intarsia_llama3.config import Llama3Config

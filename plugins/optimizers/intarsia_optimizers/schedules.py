@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable
 
 from intarsia.errors import UsageError, did_you_mean
-from intarsia.train.config import ConstantConfig, CosineConfig, LinearConfig, SqrtConfig, WSDConfig
+
+from intarsia_optimizers.config import ConstantConfig, CosineConfig, LinearConfig, SqrtConfig, WSDConfig
 
 
 @dataclasses.dataclass(frozen=True)

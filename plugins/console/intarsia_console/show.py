@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from intarsia.errors import UsageError
-from intarsia.train.display import clock, short
 from intarsia.train.events import read_events
 from intarsia.train.run_directory import is_run
+
+from intarsia_console.progress import clock, short
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*%#"

@@ -7,7 +7,10 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TextIO
+
+from intarsia_console.config import ProgressConfig
 
 UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -45,11 +48,12 @@ def step_line(event: Mapping[str, Any], steps: int, remaining_s: float | None) -
     return "  ".join(parts)
 
 
-class Display:
-    """Shows events; it is given every event that is written, and may be given none."""
+class Progress:
+    """The `progress` entry: an `intarsia.contracts.MetricSink`."""
 
-    def __init__(self, steps: int, stream: TextIO | None = None):
-        self._steps = steps
+    def __init__(self, line_s: float = 1.0, stream: TextIO | None = None):
+        self._line_s = line_s
+        self._steps = 0
         self._stream = stream or sys.stdout
         self._live = self._stream.isatty()
         self._start: tuple[int, float] | None = None
@@ -59,7 +63,10 @@ class Display:
     def write(self, event: Mapping[str, Any]) -> None:
         """Show one event."""
         kind = event["event"]
-        if kind == "step":
+        if kind == "run_start":
+            self._steps = event["steps"]
+            self.line(f"run directory {event['directory']}")
+        elif kind == "step":
             self._step(event)
         elif kind == "evaluation":
             bits = f"  bits/byte {event['bits_per_byte']:.4f}" if event.get("bits_per_byte") is not None else ""
@@ -84,7 +91,7 @@ class Display:
             self._stream.write("\r\x1b[K" + f"[{'=' * full}{' ' * (20 - full)}] {line}"[: width - 1])
             self._stream.flush()
             self._open = True
-        elif step == first or step == self._steps or now - self._last >= 1.0:
+        elif step == first or step == self._steps or now - self._last >= self._line_s:
             self._last = now
             self.line(line)
 
@@ -101,3 +108,8 @@ class Display:
         if self._open:
             self._stream.write("\n")
             self._open = False
+
+
+def build(config: ProgressConfig, run_directory: Path) -> Progress:
+    """The entry's target."""
+    return Progress(config.line_s)
