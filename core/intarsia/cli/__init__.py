@@ -42,11 +42,9 @@ class Command(Protocol):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare options and positionals; the parser has a description already."""
-        ...
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Do it; returns the exit code. IntarsiaErrors are shown without a traceback."""
-        ...
 
 
 class Parser(argparse.ArgumentParser):

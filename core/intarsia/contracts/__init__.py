@@ -39,6 +39,8 @@ from intarsia.contracts.storage import (
     JSONObject,
     Piece,
     Storage,
+    WeightFormat,
+    WeightReader,
     Writer,
     WrittenPart,
 )
@@ -119,6 +121,8 @@ __all__ = [
     "ToolCall",
     "ToolSpec",
     "Turn",
+    "WeightFormat",
+    "WeightReader",
     "Writer",
     "WrittenPart",
 ]

@@ -40,15 +40,12 @@ class DataSource(Protocol):
 
     def __len__(self) -> int:
         """How many documents there are."""
-        ...
 
     def __getitem__(self, index: int) -> Document:
         """Document `index`, the same one whenever and wherever asked."""
-        ...
 
     def fingerprint(self) -> str:
         """Equal exactly when the documents are equal; cheap (names, sizes and times of files will do). Resume compares it."""
-        ...
 
 
 @runtime_checkable
@@ -62,19 +59,15 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; no special tokens are added and none is recognised in the text."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
-        ...
 
     def render(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """A conversation's ids and, for each, whether it is trained on."""
-        ...
 
     def fingerprint(self) -> str:
         """Equal exactly when encode and render behave the same."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +110,12 @@ class Loader(Protocol):
 
     def facts(self) -> dict[str, Any]:
         """What the run records about its data: documents, tokens, fingerprints."""
-        ...
 
     def close(self) -> None:
         """End what runs in the background."""
 
     def state(self) -> list[StateItem]:
         """The position, valid at any number of ranks."""
-        ...
 
     def load_state(self, values: Mapping[str, Any], missing_rank_state: bool = False) -> None:
         """Go on after the saved position; refuse data that has changed."""

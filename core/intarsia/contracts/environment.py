@@ -114,15 +114,12 @@ class Episode(Protocol):
 
     async def reset(self) -> Observation:
         """The first observation."""
-        ...
 
     async def step(self, action: Turn) -> StepResult:
         """Take the policy's turn."""
-        ...
 
     async def close(self) -> None:
         """Release everything; also after a failure."""
-        ...
 
 
 @runtime_checkable
@@ -134,7 +131,6 @@ class Rubric(Protocol):
 
     async def score(self, task: Task, episodes: Sequence[Sequence[Turn]]) -> Sequence[float]:
         """One score for each episode of the group (several tries at one task), so that group-wise rubrics are possible. Raises EnvironmentFailure("scorer", ...)."""
-        ...
 
 
 @runtime_checkable
@@ -145,12 +141,9 @@ class Environment(Protocol):
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of a split; [] for an unknown one is an error of the caller: raise UsageError with the splits there are."""
-        ...
 
     def episode(self, task: Task, seed: int) -> Episode:
         """A new try. Equal (task, seed) and actions give equal observations."""
-        ...
 
     def rubrics(self) -> Sequence[Rubric]:
         """What scores the finished episodes; may be empty where steps carry rewards."""
-        ...

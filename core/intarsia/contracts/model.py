@@ -45,32 +45,25 @@ class Model(Protocol):
 
     def __call__(self, tokens_BS: Tensor, context: SequenceContext) -> Tensor:
         """Hidden states after the last norm, [B, S, D], in the compute dtype."""
-        ...
 
     def project(self, hidden_BSD: Tensor) -> Tensor:
         """Logits [B, S, V]."""
-        ...
 
     @property
     def head_weight_VD(self) -> Tensor:
         """The output projection's weight (the embedding's where tied)."""
-        ...
 
     def regions(self) -> Regions:
         """Declared regions and ties."""
-        ...
 
     def inits(self) -> Mapping[str, Init]:
         """For every parameter and every persistent buffer that is drawn, by canonical name, how it starts."""
-        ...
 
     def fill_buffers(self) -> None:
         """Recompute non-persistent buffers (rope tables) after the module was moved off the meta device."""
-        ...
 
     def flops_per_token(self, sequence_tokens: int) -> float:
         """Forward plus backward FLOPs for one trained token of a causal sequence of this length, without recomputation."""
-        ...
 
 
 HFShape = Literal["same", "transpose"]

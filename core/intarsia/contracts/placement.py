@@ -98,4 +98,3 @@ class Placement(Protocol):
         A member may have any rank, sizes of 0, and fewer elements than ranks; empty regions are ordinary. Raises UsageError, naming
         the member, where it cannot cut.
         """
-        ...

@@ -45,7 +45,6 @@ class Mixer(Protocol):
 
     def cache_spec(self) -> MixerSpec:
         """The caches that generation needs, with shapes for one token or one sequence, on one device."""
-        ...
 
 
 class SequenceContext(Protocol):
@@ -71,16 +70,12 @@ class SequenceContext(Protocol):
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Causal softmax attention of the new tokens over everything visible to them. Returns [B, S, H, Dv]."""
-        ...
 
     def latent(self, mixer: str, latent_BSC: Tensor, attend: Callable[..., Tensor], **settings: Any) -> Tensor:
         """Attention over a compressed latent (MLA): the context keeps the latent and calls `attend(latent, positions, mask)`."""
-        ...
 
     def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
         """A recurrence with a state for each sequence: the context resets the state where documents begin and keeps it between calls."""
-        ...
 
     def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
         """Attention over tokens chosen by an indexer: the context keeps keys, values and index keys."""
-        ...

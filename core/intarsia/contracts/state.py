@@ -47,12 +47,10 @@ class Stateful(Protocol):
 
     def state(self) -> list[StateItem]:
         """The state now. Tensors may alias live storage: the saver copies them before it returns."""
-        ...
 
     def load_state(self, values: Mapping[str, Any], missing_rank_state: bool = False) -> None:
         """Take loaded values by item name. Tensor items were already copied into the storages that `state()` gave and are in
         `values` as those tensors; the others must be taken here. `missing_rank_state` says that `rank` items are absent since the mesh differs."""
-        ...
 
 
 @runtime_checkable
@@ -61,7 +59,6 @@ class Migrates(Protocol):
 
     def migrate(self, name: str, version: int, value: Any) -> Any:
         """`value` of item `name` at the current version, from an older one."""
-        ...
 
 
 @runtime_checkable
@@ -70,8 +67,6 @@ class StepState(Protocol):
 
     def reduce(self, all_reduce_sum: Any) -> None:
         """Combine what this step's micro-batches counted over all ranks."""
-        ...
 
     def commit(self) -> None:
         """Apply it, once, after the optimizer step."""
-        ...

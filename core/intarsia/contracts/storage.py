@@ -23,15 +23,12 @@ class Writer(Protocol):
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of `data`, or raise."""
-        ...
 
     def close(self) -> None:
         """Make everything durable (fsync) and close. Only after this returns may the file be published."""
-        ...
 
     def abort(self) -> None:
         """Close and forget; the file need not exist afterwards. Never raises."""
-        ...
 
 
 @runtime_checkable
@@ -44,32 +41,25 @@ class Storage(Protocol):
 
     def describe(self) -> str:
         """Where this is, for messages (`/data/runs/a` or `s3://bucket/a`)."""
-        ...
 
     def open(self, name: str) -> Writer:
         """Create `name` (and its parents), replacing any earlier one."""
-        ...
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """`length` bytes from `offset` (to the end when None); fewer only at the end of the file."""
-        ...
 
     def size(self, name: str) -> int:
         """Bytes in `name`."""
-        ...
 
     def list(self, prefix: str = "") -> list[str]:
         """All file names under the folder `prefix`, sorted, relative to the root of the storage. [] when there is none."""
-        ...
 
     def publish(self, source: str, destination: str) -> None:
         """Move the folder `source` to `destination` durably. Afterwards `destination` is whole; if it is interrupted the commit marker, which
         is written after publish, is missing. Raises FileExistsError when `destination` has files."""
-        ...
 
     def remove(self, prefix: str) -> None:
         """Delete a file, or a folder and all under it; missing ones are ignored."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,11 +99,9 @@ class CheckpointBackend(Protocol):
         """Write this rank's primary pieces. `tensors` pairs each item with the list of (Box, contiguous CPU tensor) to write, which
         belong to the save until it ends; it is iterated once, and may make each tensor only when its turn comes. Runs in the background, without collectives. Files are made under `folder`, named so that no other
         rank's can clash."""
-        ...
 
     def read(self, storage: Storage, folder: str, pieces: Sequence[Piece], deliver: Callable[[Piece, memoryview], None]) -> None:
         """Read the listed pieces in any order and hand each one's bytes to `deliver`."""
-        ...
 
 
 @runtime_checkable
@@ -125,14 +113,11 @@ class CheckpointFormat(Protocol):
 
     def export(self, checkpoint: Checkpoint, folder: Path, options: Mapping[str, str]) -> list[Path]:
         """Write the checkpoint into the new or empty `folder`, a tensor at a time. Returns the files."""
-        ...
 
     def import_(self, source: Path, run: Path, options: Mapping[str, str]) -> str:
         """Commit what is in `source` as the newest checkpoint of the run directory `run`. Returns where it is."""
-        ...
 
 
-@runtime_checkable
 class WeightReader(Protocol):
     """A model's weights by canonical parameter name, any box of any of them. Stability: provisional.
 
@@ -147,11 +132,9 @@ class WeightReader(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Whole shapes of all parameters, and of persistent buffers where there are any."""
-        ...
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A new CPU tensor with `box` (None: all) of a parameter, in the stored dtype. Reads little more than the box."""
-        ...
 
 
 @runtime_checkable
@@ -165,11 +148,9 @@ class WeightFormat(Protocol):
 
     def recognises(self, path: Path) -> bool:
         """Whether `path` looks like this format; cheap, and without a look at the weights."""
-        ...
 
     def open_weights(self, path: Path) -> WeightReader:
         """The weights in it. CheckpointError or UsageError for what is wrong with it."""
-        ...
 
 
 JSONObject = Mapping[str, Any]

@@ -33,11 +33,9 @@ class Loss(Protocol):
 
     def __call__(self, model: Model, hidden_BSD: Tensor, batch: Batch) -> LossSum:
         """The summed loss of one micro-batch."""
-        ...
 
     def count(self, batch: Batch) -> int:
         """What this batch adds to the global divisor (tokens that are trained on), known before the forward pass."""
-        ...
 
 
 @dataclasses.dataclass
@@ -55,16 +53,13 @@ class Optimizer(Protocol):
 
     def step(self, factor: float) -> None:
         """One update from the parameters' `.grad`; each group's learning rate is its own times `factor`. Parameters whose grad is None are skipped."""
-        ...
 
     def learning_rates(self) -> Mapping[str, float]:
         """Base learning rate of each group by name."""
-        ...
 
     def slots(self) -> Mapping[str, Mapping[str, Tensor]]:
         """For every parameter the state tensors by slot name, created if need be (so that loading finds them): elements correspond to those of the
         local parameter, or the tensor is a scalar that is equal on all ranks."""
-        ...
 
 
 @runtime_checkable
@@ -73,7 +68,6 @@ class Schedule(Protocol):
 
     def factor(self, step: int, steps: int) -> float:
         """The factor for optimizer step `step` (0-based) of `steps`. Pure."""
-        ...
 
 
 @runtime_checkable
@@ -83,27 +77,21 @@ class ShardedModel(Protocol):
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Canonical name to the local parameter that the optimizer updates (float32 master where the policy says so). On a rank that holds
         nothing of a parameter it has zero elements."""
-        ...
 
     def set_last_micro_batch(self, last: bool) -> None:
         """Whether the next backward is the step's last: gradients are reduced then, accumulated without communication before."""
-        ...
 
     def finish_gradients(self) -> None:
         """After the last backward: every `.grad` of `parameters()` holds the global sum's local part, also for parameters that got none on this rank."""
-        ...
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""
-        ...
 
     def after_update(self) -> None:
         """The optimizer has changed the local parameters: whatever was gathered or cast from them is stale."""
-        ...
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The named modules that were sharded."""
-        ...
 
 
 @runtime_checkable
@@ -113,7 +101,6 @@ class Sharder(Protocol):
     def shard(self, model: nn.Module, table: ParameterTable, mesh: Mesh, comm: Communicator) -> ShardedModel:
         """Take over the parameters of a model on the meta device or materialised: cut them by placements, record each one's Layout in `table`, allocate only the
         local part on `mesh.device`, fill it with `table.fill`, and install what unshards and reduces during forward and backward."""
-        ...
 
 
 @runtime_checkable
@@ -122,11 +109,9 @@ class Engine(Protocol):
 
     def micro_batch(self, batch: Batch, scale: float) -> LossSum:
         """Forward, loss, and backward of `total * scale`. Returns detached sums."""
-        ...
 
     def evaluate(self, batch: Batch) -> LossSum:
         """Forward and loss without gradients."""
-        ...
 
 
 @runtime_checkable
@@ -135,8 +120,6 @@ class MetricSink(Protocol):
 
     def write(self, event: Mapping[str, Any]) -> None:
         """One event of `events.jsonl` (documented schema)."""
-        ...
 
     def close(self) -> None:
         """The run has ended."""
-        ...
