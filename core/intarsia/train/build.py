@@ -21,7 +21,7 @@ from intarsia.train import engine as regions
 from intarsia.train.built import DATA_AXES, Built
 from intarsia.train.config import WholeConfig
 from intarsia.train.groups import freeze, optimizer_groups
-from intarsia.train.state import ModelState, OptimizerState, Progress, RandomState
+from intarsia.train.state import ModelState, OptimizerState, RandomState
 
 
 def build(built: Built, sizes: dict[str, int], facts: dict[str, Any]) -> None:
@@ -149,7 +149,6 @@ def build_engine(built: Built) -> Any:
 def build_checkpoint(built: Built, facts: dict[str, Any]) -> CheckpointManager:
     """Stage checkpoint: the manager, and what has state. Generators come last, so that nothing after them draws."""
     recipe, run = built.resolved.recipe, built.run
-    built.progress = Progress(run)
     built.random = RandomState(recipe.train.seed, run.rank, built.device)
     built.components = [
         ModelState(built.model, built.sharded, built.table),

@@ -27,7 +27,9 @@ def explain_not_finite(built: Built, batches: Sequence[Batch], scale: float, los
     for number, batch in enumerate(batches):
         built.sharded.zero_gradients()
         built.sharded.set_last_micro_batch(False)
-        with _eager(), _checked(built.model) as offences:
+        # Compiled regions run as written: hooks inside them are not called otherwise. Where nothing was compiled, dynamo stays unimported.
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+        with eager, _checked(built.model) as offences:
             result = built.engine.micro_batch(built.on_device(batch), scale)
         if not offences and not bool(torch.isfinite(result.total)):
             offences.append({"module": "the loss", "where": "forward"})
@@ -48,7 +50,7 @@ def _message(built: Built, first: dict[str, Any] | None, loss: float, norm: floa
     elif "micro_batch" in first:
         parts.append(
             f"First offending module: {first['module']}, {first['where']}, on rank {first['rank']}, in micro-batch {first['micro_batch']} "
-            f"(samples {_short(first['samples'])})."
+            f"(samples {', '.join(map(str, first['samples'][:8]))}{', ...' * (len(first['samples']) > 8)})."
         )
     else:
         parts.append(
@@ -64,11 +66,6 @@ def _message(built: Built, first: dict[str, Any] | None, loss: float, norm: floa
     return " ".join(parts)
 
 
-def _short(samples: Sequence[int]) -> str:
-    shown = ", ".join(map(str, samples[:8]))
-    return f"{shown}, ..." if len(samples) > 8 else shown
-
-
 def _bad_gradient(built: Built) -> dict[str, Any] | None:
     """The parameter whose non-finite gradient came first: backward runs against the order of parameters."""
     for name, parameter in reversed(list(built.sharded.parameters().items())):
@@ -79,11 +76,6 @@ def _bad_gradient(built: Built) -> dict[str, Any] | None:
 
 def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Compiled regions run as written: hooks inside them are not called otherwise. Untouched where nothing was compiled."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +99,3 @@ class RunDirectory:
             os.replace(aside, self.path / name)
         except OSError as error:
             raise UsageError(f"Cannot write {self.path / name}: {error.strerror or error}.") from error
-
-    def read(self, name: str) -> Mapping[str, Any]:
-        """One of the JSON files; {} when it is missing."""
-        try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except ValueError as error:
-            raise UsageError(f"{self.path / name} is no JSON: {error}.") from error

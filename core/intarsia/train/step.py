@@ -68,7 +68,8 @@ def train_step(built: Built, flags: Callable[[], Flags]) -> tuple[StepSummary, F
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     norm = built.table.norm(gradients, built.world, train.clip_norm_type)
     names, asked = sorted(sums), flags()
-    values = torch.stack([*(sums[name] for name in names), *_scalars(built.device, asked.stop, asked.failed)])
+    told = torch.tensor([asked.stop, asked.failed], dtype=torch.float64, device=built.device)
+    values = torch.cat([torch.stack([sums[name] for name in names]), told])
     built.data.all_reduce(values, what="loss of the step")
     *totals, stop, failed, norm_value = torch.cat([values, norm.to(values).reshape(1)]).tolist()
     metrics = {name: total * scale for name, total in zip(names, totals, strict=True)}
@@ -94,10 +95,6 @@ def train_step(built: Built, flags: Callable[[], Flags]) -> tuple[StepSummary, F
     run.step = step + 1
     built.progress.tokens += tokens
     return summary, Flags(stop > 0, failed > 0)
-
-
-def _scalars(device: torch.device, *values: float) -> list[Tensor]:
-    return [torch.tensor(float(value), dtype=torch.float64, device=device) for value in values]
 
 
 def run_micro_batches(built: Built, batches: Sequence[Batch], scale: float) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from intarsia.train.events import EventLog
 from intarsia.train.profile import profiled
 from intarsia.train.run_directory import PLUGINS, RECIPE, RESOLVED, RunDirectory, default_directory
 from intarsia.train.signals import StopSignals
+from intarsia.train.state import Progress
 from intarsia.train.step import Flags, train_step
 
 logger = logging.getLogger("intarsia.train")
@@ -105,6 +106,7 @@ class Trainer:
         run = Run(self._recipe, directory.path, world.rank, world.size)
         events = EventLog(directory.path) if world.rank == 0 else None
         self._built = Built(run, request.resolved, request.plugins, request.plugins.hooks, world, device, events)
+        self._built.progress = Progress(run)
         self._signals = StopSignals()
         self._failure: CheckpointError | None = None
         self._saved_step = self._evaluated_step = -1
@@ -126,7 +128,8 @@ class Trainer:
                 self._loop()
                 outcome = self._finish()
         except BaseException as error:
-            self._report_failure(error)
+            self._error = {"type": type(error).__name__, "message": str(error)}
+            built.hooks.on_run_error(run=run, error=error)
             raise
         finally:
             self._close_parts()
@@ -135,7 +138,7 @@ class Trainer:
             fields = {
                 "reason": run.stop_reason,
                 "checkpoint_step": self._durable_step,
-                "tokens_total": self._tokens(),
+                "tokens_total": self._built.progress.tokens,
                 "error": self._error,
             }
             built.event("run_end", outcome=outcome, step=run.step, **fields)
@@ -220,15 +223,13 @@ class Trainer:
     # ------------------------------------------------------------ the loop
 
     def _flags(self) -> Flags:
-        self._poll()
-        self._built.run.stop_reason = self._built.run.stop_reason or self._signals.asked()
-        return Flags(self._built.run.stop_reason is not None, self._failure is not None)
-
-    def _poll(self) -> None:
+        run = self._built.run
         try:
             self._built.manager.poll()
         except CheckpointError as error:
             self._failure = self._failure or error
+        run.stop_reason = run.stop_reason or self._signals.asked()
+        return Flags(run.stop_reason is not None, self._failure is not None)
 
     def _loop(self) -> None:
         built, run = self._built, self._built.run
@@ -297,7 +298,12 @@ class Trainer:
         fields = dataclasses.asdict(summary) | {"step": summary.step + 1}
         mfu = rate * built.flops_per_token / peak if peak else None
         built.event(
-            "step", **fields, tokens_total=self._tokens(), tokens_per_s=rate, mfu=mfu, memory_bytes=devices.peak_memory(built.device)
+            "step",
+            **fields,
+            tokens_total=self._built.progress.tokens,
+            tokens_per_s=rate,
+            mfu=mfu,
+            memory_bytes=devices.peak_memory(built.device),
         )
 
     def _durable(self, step: int, location: str) -> None:
@@ -308,9 +314,6 @@ class Trainer:
     def _warn_of_hooks(self) -> None:
         for text in self._built.hooks.take_warnings():
             self._built.warn(text)
-
-    def _tokens(self) -> int:
-        return self._built.progress.tokens if hasattr(self._built, "progress") else 0
 
     # ------------------------------------------------------------ the end
 
@@ -340,10 +343,6 @@ class Trainer:
         if self._recipe.checkpoint.every == 0:
             how = "no checkpoint was saved, since checkpoint.every is 0"
         return f"{run.stop_reason}: the run stopped after step {run.step} of {self._recipe.train.steps}; {how}."
-
-    def _report_failure(self, error: BaseException) -> None:
-        self._error = {"type": type(error).__name__, "message": str(error)}
-        self._built.hooks.on_run_error(run=self._built.run, error=error)
 
     def _close_parts(self) -> None:
         """Threads end here; saves under way are finished where every rank is still there to do so."""
