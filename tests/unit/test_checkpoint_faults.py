@@ -101,6 +101,28 @@ def test_death_at_every_operation_on_a_disk(tmp_path: Path) -> None:
     pytest.fail("a save has fewer operations than this")
 
 
+def test_the_marker_is_the_last_thing_written() -> None:
+    storage = FaultyStorage(MemoryStorage())
+    save(storage, 2)
+    published = next(place for place, (operation, _) in enumerate(storage.log) if operation == "publish")
+    marker = "checkpoints/step-00000002/COMMIT"
+    assert storage.log[published + 1 :] == [("open", marker), ("write", marker), ("close", marker)]
+
+
+def test_a_file_that_cannot_be_synced_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    storage = PosixStorage(tmp_path)
+    storage.open("folder/first").close()
+    monkeypatch.setattr("os.fsync", full)
+    writer = storage.open("folder/f")
+    writer.write(b"data")
+    with pytest.raises(OSError, match="No space"):
+        writer.close()
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["first"]
+
+
 def test_every_flipped_byte_is_found() -> None:
     storage = MemoryStorage()
     save(storage, 1)

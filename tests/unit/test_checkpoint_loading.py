@@ -179,6 +179,19 @@ def test_rank_state_is_exact_on_the_same_mesh_and_missing_on_another() -> None:
     assert run_ranks(1, read({})) == [({}, True)]
 
 
+def test_a_layout_without_axes_is_written_once_whatever_the_world() -> None:
+    storage = MemoryStorage()
+
+    def save(comm: Any) -> None:
+        manager = OverStorage(storage, comm)
+        manager.save(1, [weights(w=torch.arange(6.0))])
+        manager.wait()
+
+    run_ranks(3, save)
+    opened = open_checkpoint("", storage)
+    assert len(opened.manifest.tensors["model/w"].pieces) == 1 and opened.read("model/w").tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_keyed_state_is_merged_and_given_whole_to_every_rank() -> None:
     storage = MemoryStorage()
 

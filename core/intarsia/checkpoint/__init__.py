@@ -1,6 +1,6 @@
 """Checkpoints: a folder with data files, one JSON manifest, and a marker written last.
 
-Public: `CheckpointManager`, `open_checkpoint`, `write_checkpoint`, `compare_facts`. May import: errors, contracts, layout, and comm and plugins by type.
+Public: `CheckpointManager`, `open_checkpoint`, `open_weights`, `write_checkpoint`, `compare_facts`. May import: errors, contracts, layout, and comm and plugins by type.
 Imports no torch until one of the torch-using names is asked for, since the settings in `checkpoint.config` are read by every command.
 """
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from intarsia.checkpoint.facts import Difference, compare_facts
     from intarsia.checkpoint.manager import CheckpointManager
     from intarsia.checkpoint.reader import Checkpoint, open_checkpoint
+    from intarsia.checkpoint.weights import open_weights
     from intarsia.checkpoint.writer import write_checkpoint
 
 __all__ = [
@@ -24,10 +25,11 @@ __all__ = [
     "Skipped",
     "compare_facts",
     "open_checkpoint",
+    "open_weights",
     "write_checkpoint",
 ]
 
-HOMES = dict(zip(__all__, ("reader", "manager", "commit", "facts", "commit", "facts", "reader", "writer"), strict=True))
+HOMES = dict(zip(__all__, ("reader", "manager", "commit", "facts", "commit", "facts", "reader", "weights", "writer"), strict=True))
 
 
 def __getattr__(name: str) -> Any:

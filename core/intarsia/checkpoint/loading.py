@@ -20,7 +20,7 @@ Items = Mapping[str, tuple[Stateful, StateItem]]
 
 
 def compare_keys(
-    manifest: Manifest, expected: Collection[str], everywhere: Collection[str], same_mesh: bool, allow: tuple[Sequence[str], Sequence[str]]
+    manifest: Manifest, expected: Collection[str], everywhere: Collection[str], allow: tuple[Sequence[str], Sequence[str]]
 ) -> list[str]:
     """What is wrong by name, in words: items that this rank expects and the checkpoint lacks, and those that no rank takes (`everywhere`).
 
@@ -28,8 +28,7 @@ def compare_keys(
     """
     saved = manifest.items()
     missing = [key for key in expected if key not in saved and not _matches(key, allow[0])]
-    surplus = [key for key, (kind, _) in saved.items() if key not in everywhere and not _matches(key, allow[1])]
-    surplus = [key for key in surplus if same_mesh or saved[key][0] != "rank"]
+    surplus = [key for key in saved if key not in everywhere and not _matches(key, allow[1])]
     lines = []
     for title, keys, others in (("missing in the checkpoint", missing, surplus), ("only in the checkpoint", surplus, missing)):
         if keys:

@@ -302,9 +302,7 @@ class CheckpointManager:
             manifest = commit.load_manifest(self.storage, ref.folder)
             saved_mesh = {name: size for name, size in manifest.facts.get("mesh", {}).items() if size != 1}
             same_mesh = manifest.world == self.comm.size and saved_mesh == self._mesh()
-            wrong = compare_keys(
-                manifest, [key for key, (_, item) in items.items() if same_mesh or item.kind != "rank"], everywhere, same_mesh, allow
-            )
+            wrong = compare_keys(manifest, [key for key, (_, item) in items.items() if same_mesh or item.kind != "rank"], everywhere, allow)
             wrong += compare_items(manifest, items, allow_dtype)
             if wrong:
                 problems = ["\n".join([f"{ref.location} does not fit this run:", *wrong])]

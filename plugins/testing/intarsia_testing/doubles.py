@@ -153,8 +153,17 @@ class WrappedStorage:
         return self.inner.list(prefix)
 
     def publish(self, source: str, destination: str) -> None:
-        """Publish."""
-        self.before("publish", source)
+        """Publish; a process that dies here has moved half of the files, as storages do that cannot rename a folder."""
+        try:
+            self.before("publish", source)
+        except Killed:
+            names = self.inner.list(source)
+            for name in names[: (len(names) + 1) // 2]:
+                writer = self.inner.open(destination + name[len(source) :])
+                writer.write(self.inner.read(name))
+                writer.close()
+                self.inner.remove(name)
+            raise
         self.inner.publish(source, destination)
 
     def remove(self, prefix: str) -> None:
