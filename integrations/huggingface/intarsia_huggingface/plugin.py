@@ -1,4 +1,4 @@
-"""Offers what comes from the Hugging Face ecosystem: tokenizers and data sets."""
+"""Offers what comes from the Hugging Face ecosystem: tokenizers, data sets, and model folders as a checkpoint format."""
 
 from __future__ import annotations
 
@@ -32,5 +32,17 @@ def offer_data_sources() -> Sequence[Entry]:
             config="intarsia_huggingface.config:HFDatasetsConfig",
             target="intarsia_huggingface.hf_datasets:HFDatasetsSource",
             doc="A data set of the datasets library: from the hub, local files, or a folder made by save_to_disk.",
+        )
+    ]
+
+
+@hookimpl
+def offer_checkpoint_formats() -> Sequence[Entry]:
+    """Folders that transformers reads."""
+    return [
+        Entry(
+            name="hf",
+            target="intarsia_huggingface.hf_format:HFFormat",
+            doc="A Hugging Face model folder. Options: to: dtype, shard_size; from: recipe, dtype, backend.",
         )
     ]

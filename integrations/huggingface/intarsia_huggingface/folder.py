@@ -1,0 +1,263 @@
+"""A Hugging Face model folder as weights by our names: which family it is, its config as ours, and any box of any parameter."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from intarsia.contracts import Box, HFTable, ModelEntry
+from intarsia.errors import CheckpointError, IntarsiaError, UsageError, did_you_mean, nearest
+from intarsia.plugins import Plugins, import_reference
+from torch import Tensor, nn
+
+from intarsia_huggingface.boxes import read_box
+from intarsia_huggingface.config import TokenizerJsonConfig
+from intarsia_huggingface.rules import Row, expand, to_theirs
+from intarsia_huggingface.safetensors_file import BLOCK_BYTES, SafetensorsFile
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+FLOATING = ("float32", "float64", "float16", "bfloat16")
+SHOWN = 8
+"""How many names of a kind a message lists."""
+
+
+def family_of(architecture: str, plugins: Plugins) -> ModelEntry:
+    """The model family that reads this value of `architectures`. UsageError with the nearest where there is none."""
+    entries = [entry for entry in plugins.registry("model").entries() if isinstance(entry, ModelEntry) and entry.hf]
+    found = [entry for entry in entries if architecture in entry.architectures]
+    known = [name for entry in entries for name in entry.architectures]
+    if not found:
+        raise UsageError(f"No installed model family reads the architecture {architecture!r}. {did_you_mean(architecture, known)}")
+    if len(found) > 1:
+        names = " and ".join(entry.full_name for entry in found)
+        raise UsageError(f"Several model families read the architecture {architecture!r}: {names}. Disable all but one (plugins.disable).")
+    return found[0]
+
+
+def table_of(entry: ModelEntry) -> HFTable:
+    """The family's Hugging Face table."""
+    if not entry.hf:
+        raise UsageError(f"The model family {entry.full_name} has no Hugging Face table, so its weights cannot be exchanged.")
+    table = import_reference(entry.hf)
+    assert isinstance(table, HFTable)
+    return table
+
+
+def integers(config: Mapping[str, Any]) -> dict[str, int]:
+    """The whole numbers of a config.json, of which rules name head counts."""
+    return {key: value for key, value in config.items() if type(value) is int}
+
+
+def rows_of(table: HFTable, model: nn.Module, config: Mapping[str, Any]) -> tuple[list[Row], dict[str, str]]:
+    """The table's rows for this model, tied names included, and the ties: alias to canonical name."""
+    regions = model.regions()  # type: ignore[operator]
+    experts = integers(config).get(table.extra.get("experts_field", ""), 0)
+    rows = expand(table, len(regions.blocks), experts)
+    return rows, {alias: canonical for canonical, *others in regions.ties for alias in others}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of the folder. CheckpointError where it is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object.")
+    return content
+
+
+class HFFolder:
+    """See `intarsia.contracts.WeightReader`. On opening everything but the weights themselves is checked: names both ways, shapes, dtypes, ties."""
+
+    def __init__(self, folder: Path, plugins: Plugins):
+        self.location, self.folder = str(folder), folder
+        self.config = read_json(folder / CONFIG)
+        architectures = self.config.get("architectures")
+        if not isinstance(architectures, list) or not architectures:
+            raise UsageError(f"{folder / CONFIG} names no `architectures`, so there is no telling which model family it is.")
+        self.entry = family_of(str(architectures[0]), plugins)
+        self.table = table_of(self.entry)
+        self.model = self._our_config()
+        with torch.device("meta"):
+            built = plugins.build(self.model)
+        every, self._aliases = rows_of(self.table, built, self.config)
+        self._rows = [row for row in every if row.ours[0] not in self._aliases]
+        self._theirs = {name: row.theirs for row in every for name in row.ours}
+        named = dict(built.named_parameters(remove_duplicate=False))
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items() if name not in self._aliases}
+        self._sizes = integers(self.config)
+        self._files = dict(self._find_tensors())
+        self._homes = {name: (row, index) for row in self._rows for index, name in enumerate(row.ours)}
+        self._check_names()
+        self._check_tensors()
+        self._check_ties()
+        self.tokenizer = TokenizerJsonConfig(path=str(folder)) if (folder / "tokenizer.json").is_file() else None
+        self.stop_ids = self._stop_ids()
+
+    def _our_config(self) -> Any:
+        if self.config.get("quantization_config"):
+            raise UsageError(
+                f"{self.folder / CONFIG} has a quantization_config: quantised weights cannot be read. Take the folder of the unquantised model."
+            )
+        try:
+            return import_reference(self.table.config_to_ours)(self.config)
+        except KeyError as error:
+            raise UsageError(f"{self.folder / CONFIG} lacks {error}, which {self.entry.full_name} needs.") from error
+        except IntarsiaError as error:
+            raise UsageError(f"{self.folder / CONFIG} is not one that {self.entry.full_name} can read: {error}") from error
+        except Exception as error:
+            raise UsageError(
+                f"{self.folder / CONFIG} is not one that {self.entry.full_name} can read: {type(error).__name__}: {error}"
+            ) from error
+
+    # ------------------------------------------------------------ files
+
+    def _find_tensors(self) -> Iterator[tuple[str, SafetensorsFile]]:
+        """Each tensor's name with its file. CheckpointError where the index and the files disagree."""
+        index = self.folder / INDEX
+        if not index.exists():
+            files = [self.folder / SINGLE] if (self.folder / SINGLE).exists() else sorted(self.folder.glob("*.safetensors"))
+            if not files:
+                raise CheckpointError(self._no_weights())
+            homes: dict[str, SafetensorsFile] = {}
+            for file in map(SafetensorsFile, files):
+                for name in file.tensors:
+                    if name in homes:
+                        raise CheckpointError(f"{file.path}: the tensor {name!r} is in {homes[name].path.name} as well.")
+                    homes[name] = file
+            yield from homes.items()
+            return
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
+            raise CheckpointError(f"{index}: weight_map must be an object from tensors' names to files in the same folder.")
+        absent = sorted({file for file in places.values() if not (self.folder / file).exists()})
+        if absent:
+            raise CheckpointError(f"{index} names files that are not there: {', '.join(absent[:SHOWN])}. Fetch them again.")
+        files_by_name = {file: SafetensorsFile(self.folder / file) for file in sorted(set(places.values()))}
+        lost = [f"{name!r} in {file}" for name, file in places.items() if name not in files_by_name[file].tensors]
+        surplus = [f"{name!r} in {file}" for file, opened in files_by_name.items() for name in opened.tensors if places.get(name) != file]
+        if lost or surplus:
+            parts = [f"listed and not there: {_listed(lost)}"] if lost else []
+            parts += [f"there and not listed: {_listed(surplus)}"] if surplus else []
+            raise CheckpointError(f"{index} does not fit the files beside it: {'; '.join(parts)}.")
+        yield from ((name, files_by_name[file]) for name, file in places.items())
+
+    def _no_weights(self) -> str:
+        pickled = sorted(path.name for glob in ("*.bin", "*.pt", "*.pth") for path in self.folder.glob(glob))
+        hint = f" {pickled[0]} is a pickle, which can run code and is never read: convert it to safetensors." if pickled else ""
+        return f"{self.folder} has no safetensors file ({SINGLE}, or shards with {INDEX}).{hint}"
+
+    # ------------------------------------------------------------ checks
+
+    def _check_names(self) -> None:
+        """Every name of theirs is used or ignored, every name of ours is filled. All that is wrong is in one message."""
+        tied = {name for alias in self._aliases for name in self._theirs.get(alias, ())}
+        wanted = {name for row in self._rows for name in row.theirs}
+        ignored = self.table.ignored
+        missing = sorted(wanted - set(self._files))
+        surplus = [
+            name for name in self._files if name not in wanted | tied and not any(fnmatch.fnmatchcase(name, glob) for glob in ignored)
+        ]
+        unfilled = sorted(set(self._shapes) - set(self._homes))
+        if not (missing or surplus or unfilled):
+            return
+        lines = [f"missing: {_listed(missing)}"] if missing else []
+        shown = [f"{name}{_near(name, missing or sorted(wanted))}" for name in sorted(surplus)]
+        lines += [f"used by nothing: {_listed(shown)}"] if surplus else []
+        lines += [f"parameters of ours that the family's table does not fill: {_listed(unfilled)}"] if unfilled else []
+        heads = {row.theirs[0] for row in self._rows if row.ours[0].startswith("head.")} & set(missing)
+        hint = (
+            f"\nconfig.json says that the output projection is not tied to the embedding, so {heads.pop()} must be there." if heads else ""
+        )
+        raise CheckpointError(f"{self.folder} does not fit {self.entry.full_name}:\n  " + "\n  ".join(lines) + hint)
+
+    def _check_tensors(self) -> None:
+        """Shapes follow from the config, and weights are floating-point numbers."""
+        problems = []
+        for row in self._rows:
+            empty = [torch.empty(self._shapes[name], device="meta") for name in row.ours]
+            for name, wanted in zip(row.theirs, to_theirs(row, empty, self._sizes), strict=True):
+                place = self._files[name].tensors[name]
+                if place.shape != tuple(wanted.shape):
+                    problems.append(f"{name} has shape {list(place.shape)}; by config.json {row.ours[0]} needs {list(wanted.shape)}")
+                elif place.dtype not in FLOATING:
+                    problems.append(f"{name} is stored in {place.dtype}; weights must be in {', '.join(FLOATING)}")
+        if problems:
+            raise CheckpointError(f"{self.folder} does not fit its {CONFIG}:\n  " + "\n  ".join(problems[:SHOWN]) + _more(problems))
+
+    def _check_ties(self) -> None:
+        """Where their files hold a tied tensor nevertheless, it must equal the canonical one: else the config or the file is wrong."""
+        for alias, canonical in self._aliases.items():
+            copy, original = self._theirs.get(alias, ("",))[0], self._theirs[canonical][0]
+            if copy not in self._files:
+                continue
+            places = [self._files[name].tensors[name] for name in (copy, original)]
+            equal = places[0].shape == places[1].shape
+            if equal and places[0].shape:
+                for box in row_boxes(places[0].shape, 4):
+                    equal = equal and torch.equal(*(self._files[name].read(name, box).float() for name in (copy, original)))
+            if not equal:
+                raise CheckpointError(
+                    f"{self.folder}: {copy} and {original} differ, but {CONFIG} ties them (tie_word_embeddings is true). Either is wrong: set "
+                    f"tie_word_embeddings to false if the two are meant to differ."
+                )
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, as generation_config.json says, else config.json."""
+        for file in ("generation_config.json", CONFIG):
+            if (self.folder / file).is_file():
+                ids = read_json(self.folder / file).get("eos_token_id")
+                if ids is not None:
+                    return tuple(number for number in (ids if isinstance(ids, list) else [ids]) if isinstance(number, int))
+        return ()
+
+    # ------------------------------------------------------------ the contract
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of all parameters by canonical name."""
+        return self._shapes
+
+    def dtype(self, name: str) -> str:
+        """The dtype in which a parameter is stored."""
+        theirs = self._homes[name][0].theirs[0]
+        return self._files[theirs].tensors[theirs].dtype
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """`box` of a parameter (all of it when None). Only the bytes that it needs are read."""
+        if name not in self._homes:
+            raise UsageError(f"{self.location} has no parameter {name!r}. {did_you_mean(name, self._homes)}")
+        row, index = self._homes[name]
+        box = Box.whole(self._shapes[name]) if box is None else box
+
+        def read(theirs: str, part: Box) -> Tensor:
+            return self._files[theirs].read(theirs, part)
+
+        return read_box(row, index, box, read, self._sizes, self._shapes).contiguous()
+
+
+def row_boxes(shape: Sequence[int], item_bytes: int) -> Iterator[Box]:
+    """Boxes of whole rows, of about `BLOCK_BYTES` each, that make up a tensor of at least one dimension, in order."""
+    row = max(1, item_bytes * Box.whole(shape[1:]).numel)
+    step = max(1, BLOCK_BYTES // row)
+    for first in range(0, shape[0], step):
+        yield Box((first, *(0,) * (len(shape) - 1)), (min(step, shape[0] - first), *shape[1:]))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + _more(names)
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    close = nearest(name, known, 1)
+    return f" (nearest: {close[0]})" if close else ""

@@ -1,0 +1,268 @@
+"""The checkpoint format `hf`: a folder that transformers and others load, written from a checkpoint and read into one, a block of a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import chz
+import torch
+from intarsia.checkpoint import Checkpoint, write_checkpoint
+from intarsia.checkpoint.manifest import TensorRecord
+from intarsia.checkpoint.reader import BASE, find_backend, storage_of_run
+from intarsia.checkpoint.weights import CheckpointWeights
+from intarsia.config import Recipe, Resolution, Resolved, TokenizerConfig, flatten, load_saved, resolve
+from intarsia.contracts import Box, ModelEntry
+from intarsia.errors import CheckpointError, NumericsError, UsageError, did_you_mean
+from intarsia.plugins import current, import_reference
+from torch import Tensor
+
+from intarsia_huggingface.config import TokenizerJsonConfig
+from intarsia_huggingface.folder import CONFIG, FLOATING, INDEX, SINGLE, HFFolder, integers, row_boxes, rows_of, table_of
+from intarsia_huggingface.rules import Row, to_theirs
+from intarsia_huggingface.safetensors_file import Head, check_dtype, shards, write_file
+
+SHARD_BYTES = 5 * 10**9
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+class HFFormat:
+    """See `intarsia.contracts.CheckpointFormat` and `WeightFormat`."""
+
+    looks_for = f"{CONFIG} and *.safetensors"
+
+    def recognises(self, path: Path) -> bool:
+        """A folder with a config.json."""
+        return (path / CONFIG).is_file()
+
+    def open_weights(self, path: Path) -> HFFolder:
+        """The weights in a folder, checked."""
+        return HFFolder(path, current())
+
+    # ------------------------------------------------------------ export
+
+    def export(self, checkpoint: Checkpoint, folder: Path, options: Mapping[str, str]) -> list[Path]:
+        """Write `model*.safetensors`, `config.json` and the tokenizer's files, where it has some.
+
+        Options: `dtype` (default: as stored), `shard_size` (default 5GB). config.json is written last: a folder without it is not whole.
+        """
+        _check_options(options, ("dtype", "shard_size"))
+        limit = parse_size(options.get("shard_size", str(SHARD_BYTES)))
+        weights = CheckpointWeights(checkpoint, _run_of(checkpoint), current())
+        writer = Export(weights, options.get("dtype"))
+        folder.mkdir(parents=True, exist_ok=True)
+        groups = list(shards(writer.heads(), limit))
+        files, places = [], {}
+        for number, group in enumerate(groups, 1):
+            name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            write_file(folder / name, group, writer.blocks)
+            places.update({head.name: name for head in group})
+            files.append(folder / name)
+        if len(groups) > 1:
+            total = sum(head.length for group in groups for head in group)
+            files.append(_write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places}))
+        files += _copy_tokenizer(weights.tokenizer, folder)
+        files.append(_write_json(folder / CONFIG, writer.config))
+        return files
+
+    # ------------------------------------------------------------ import
+
+    def import_(self, source: Path, run: Path, options: Mapping[str, str]) -> str:
+        """Make the weights in `source` a checkpoint of step 0 of `run`, whose recipe says the same model. Where `run` is no run directory yet it
+        becomes one: the option `recipe` names the recipe that it gets, with the folder's model and tokenizer in it.
+
+        Options: `recipe`, `dtype` (default: the recipe's precision.master), `backend` (default stream).
+        """
+        _check_options(options, ("recipe", "dtype", "backend"))
+        folder = self.open_weights(source)
+        resolved = self._recipe_of(run, folder, options)
+        plugins = current()
+        dtype = options.get("dtype", resolved.recipe.precision.master)
+        if dtype not in FLOATING:
+            raise UsageError(f"Weights cannot be in dtype {dtype!r}. {did_you_mean(dtype, FLOATING)}")
+        heads = [TensorRecord("model", name, "tensor", 1, shape, dtype, ()) for name, shape in folder.shapes().items()]
+        entry = plugins.registry("checkpoint backend").find(options.get("backend", "stream"))
+
+        def make(record: TensorRecord) -> Tensor:
+            return converted(folder.read(record.name), dtype, record.name)
+
+        values = {path: fact["value"] for path, fact in resolved.resolved_json()["values"].items()}
+        facts = {"recipe": values, "plugins": plugins.facts(), "world": 1, "mesh": {}, "imported_from": str(source)}
+        if not (run / "recipe.json").exists():
+            run.mkdir(parents=True, exist_ok=True)
+            _write_json(run / "recipe.json", resolved.recipe_json())
+        backend = entry.full_name, find_backend(entry.full_name, plugins)
+        return write_checkpoint(storage_of_run(run), BASE, backend, 0, heads, make, facts=facts).location
+
+    def _recipe_of(self, run: Path, folder: HFFolder, options: Mapping[str, str]) -> Resolved:
+        """The run's recipe, which must have the folder's model, or the recipe of a run to be made."""
+        if (run / "recipe.json").exists():
+            if "recipe" in options:
+                raise UsageError(f"{run} has a recipe already: leave out --option recipe, or import into a new directory.")
+            resolved = load_saved(run)
+            check_model(resolved.recipe, folder)
+            return resolved
+        if "recipe" not in options:
+            raise UsageError(
+                f"{run} is no run directory. Name the recipe that it is to have: --option recipe=NAME (its model is replaced by the folder's)."
+            )
+        resolved = resolve(options["recipe"])
+        recipe = resolved.recipe
+        data = recipe.data if folder.tokenizer is None else chz.replace(recipe.data, tokenizer=folder.tokenizer)
+        return _resolved(chz.replace(recipe, model=folder.model, data=data), resolved.name)
+
+
+class Export:
+    """The tensors of theirs that a checkpoint's weights make, each in blocks."""
+
+    def __init__(self, weights: CheckpointWeights, dtype: str | None):
+        plugins = current()
+        entry = plugins.entry_of(weights.model)
+        assert isinstance(entry, ModelEntry)
+        table = table_of(entry)
+        self.weights, self.dtype = weights, dtype
+        self.config: dict[str, Any] = import_reference(table.config_to_theirs)(weights.model)
+        with torch.device("meta"):
+            built = plugins.build(weights.model)
+        every, aliases = rows_of(table, built, self.config)
+        self._rows = [row for row in every if row.ours[0] not in aliases]
+        self._sizes, self._shapes = integers(self.config), weights.shapes()
+        self._check(entry)
+        self._stored = {name: weights.checkpoint.manifest.tensors[f"model/{name}"].dtype for name in self._shapes}
+        self._homes = {name: (row, index) for row in self._rows for index, name in enumerate(row.theirs)}
+        stored = next(iter(self._stored.values()))
+        self.config["dtype"] = self.config["torch_dtype"] = dtype or stored
+        self._add_special_ids(weights.tokenizer)
+
+    def _check(self, entry: ModelEntry) -> None:
+        wanted = {name for row in self._rows for name in row.ours}
+        missing, surplus = sorted(wanted - set(self._shapes)), sorted(set(self._shapes) - wanted)
+        if missing or surplus:
+            parts = [f"missing: {', '.join(missing[:8])}"] if missing else []
+            parts += [f"the family's table has no place for: {', '.join(surplus[:8])}"] if surplus else []
+            raise CheckpointError(f"{self.weights.location} does not fit {entry.full_name}: {'; '.join(parts)}.")
+
+    def _add_special_ids(self, tokenizer: TokenizerConfig | None) -> None:
+        if tokenizer is None:
+            return
+        built = current().build(tokenizer)
+        for name in ("bos", "eos", "pad"):
+            number = getattr(built, f"{name}_id")
+            if number is not None and number < self.config.get("vocab_size", number + 1):
+                self.config[f"{name}_token_id"] = number
+
+    def heads(self) -> Iterator[Head]:
+        """Names, shapes and dtypes of all tensors of theirs, in the table's order."""
+        for row in self._rows:
+            dtype = self.dtype or self._stored[row.ours[0]]
+            check_dtype(dtype)
+            empty = [torch.empty(self._shapes[name], device="meta") for name in row.ours]
+            for name, tensor in zip(row.theirs, to_theirs(row, empty, self._sizes), strict=True):
+                yield Head(name, tuple(tensor.shape), dtype)
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """A tensor of theirs as consecutive parts of its elements."""
+        row, index = self._homes[name]
+        dtype = self.dtype or self._stored[row.ours[0]]
+        for tensor in self._parts(row, index):
+            yield converted(tensor, dtype, name)
+
+    def _parts(self, row: Row, index: int) -> Iterator[Tensor]:
+        shape, read = self._shapes[row.ours[0]], self.weights.read
+        if row.op == "stack":
+            part = Box((index, *(0,) * (len(shape) - 1)), (1, *shape[1:]))
+            yield read(row.ours[0], part)[0]
+        elif row.op == "same" or row.op.startswith("split:"):
+            for name in row.ours:  # joined along dim 0, so that one follows the other
+                shape = self._shapes[name]
+                for box in row_boxes(shape, 4) if shape else [Box((), ())]:
+                    yield read(name, box)
+        else:
+            yield from to_theirs(row, [read(name) for name in row.ours], self._sizes)
+
+
+def converted(tensor: Tensor, dtype: str, name: str) -> Tensor:
+    """In another dtype. NumericsError where a finite value would become infinite."""
+    wanted = getattr(torch, dtype)
+    if tensor.dtype == wanted:
+        return tensor
+    result = tensor.to(wanted)
+    if wanted.is_floating_point and wanted.itemsize < tensor.dtype.itemsize:
+        lost = int((result.float().isinf() & ~tensor.isinf()).sum())
+        if lost:
+            raise NumericsError(
+                f"{name}: {lost} values are too large for {dtype} and would become infinite. Choose another dtype (bfloat16)."
+            )
+    return result
+
+
+def check_model(recipe: Recipe, folder: HFFolder) -> None:
+    """UsageError, with both sides of each difference, unless a recipe's model computes what the folder's does. How parameters start does not matter, nor
+    does `max_positions`."""
+    other = chz.replace(recipe, model=folder.model)
+    sides = [{path: value for path, value in flatten(each, current()).items() if _matters(path)} for each in (recipe, other)]
+    differing = sorted(path for path in sides[0].keys() | sides[1].keys() if sides[0].get(path) != sides[1].get(path))
+    if differing:
+        lines = [f"{path} is {sides[0].get(path)!r}, in {folder.location} {sides[1].get(path)!r}" for path in differing[:12]]
+        more = f"\n  and {len(differing) - 12} more" if len(differing) > 12 else ""
+        raise UsageError("The recipe has another model than the folder:\n  " + "\n  ".join(lines) + more)
+
+
+def _matters(path: str) -> bool:
+    return path.startswith("model") and path.rpartition(".")[2] not in ("max_positions", "initial_std", "embedding_std")
+
+
+def _resolved(recipe: Recipe, name: str) -> Resolved:
+    """A recipe that was made here, as if it had been resolved."""
+    values = flatten(recipe, current())
+    return Resolved(name, recipe, {path: Resolution(value, "import") for path, value in values.items()}, values)
+
+
+def _run_of(checkpoint: Checkpoint) -> Path | None:
+    """The run directory in which a checkpoint on this machine's file system lies."""
+    place = Path(checkpoint.location).parent.parent
+    return place if (place / "recipe.json").is_file() else None
+
+
+def _copy_tokenizer(tokenizer: TokenizerConfig | None, folder: Path) -> list[Path]:
+    """The files of a tokenizer.json tokenizer; others have none that transformers could read."""
+    if not isinstance(tokenizer, TokenizerJsonConfig):
+        return []
+    place = Path(tokenizer.path).expanduser()
+    source = place / "tokenizer.json" if place.is_dir() else place
+    names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+    found = [(source, "tokenizer.json"), *((source.with_name(name), name) for name in names)]
+    copied = []
+    for path, name in found:
+        if path.is_file():
+            shutil.copyfile(path, folder / name)
+            copied.append(folder / name)
+    return copied
+
+
+def _write_json(path: Path, value: Any) -> Path:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def _check_options(options: Mapping[str, str], known: tuple[str, ...]) -> None:
+    for name in options:
+        if name not in known:
+            raise UsageError(f"The format hf has no option {name!r}. {did_you_mean(name, known)}")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `500MB`, `5GB`, `4GiB` or a plain number."""
+    digits = text.strip().rstrip("BbGgMmKkIi")
+    unit = text.strip()[len(digits) :].upper().removesuffix("B")
+    found = {name.removesuffix("B"): factor for name, factor in UNITS.items()}
+    try:
+        count = int(float(digits) * found[unit])
+    except (ValueError, KeyError):
+        raise UsageError(f"A size must be a number of bytes such as 500MB, 5GB or 4GiB, got {text!r}.") from None
+    if count < 1:
+        raise UsageError(f"A shard must hold at least one byte, got {text!r}.")
+    return count

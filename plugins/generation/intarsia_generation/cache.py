@@ -1,0 +1,178 @@
+"""The sequence side of generation: keys and values of what was seen stay, and new tokens attend to them.
+
+Shape suffixes: B sequences, S new tokens, T slots of a cache, H query heads, K key/value heads, D head dim, C width of a latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from intarsia import ops
+from intarsia.contracts import CacheSpec, MixerSpec
+from intarsia.errors import PluginError, UsageError, did_you_mean
+from torch import Tensor, nn
+
+SERVED = ("softmax", "latent")
+FIRST_SLOTS = 64
+
+
+class Slots:
+    """Which position each slot of all caches with one window holds: `positions_BT`, -1 where a slot is empty.
+
+    Position p lies in slot p, or p modulo `limit` where a window bounds the cache: window + chunk - 1 slots, so that the first of a chunk of new tokens
+    still finds its window when the last one has been written.
+    """
+
+    def __init__(self, rows: int, limit: int | None, device: torch.device):
+        self.limit = limit
+        self.positions_BT = torch.full((rows, 0), -1, dtype=torch.int64, device=device)
+        self.index_BS = torch.zeros((rows, 0), dtype=torch.int64, device=device)
+        self.used = 0
+
+    def place(self, positions_BS: Tensor, valid_BS: Tensor, end: int) -> None:
+        """Give new tokens their slots, growing as needed. `end` is the highest position plus 1; what is not valid leaves its slot empty."""
+        self.used = end if self.limit is None else min(end, self.limit)
+        rows, capacity = self.positions_BT.shape
+        if self.used > capacity:
+            wanted = max(self.used, 2 * capacity, FIRST_SLOTS)
+            wanted = wanted if self.limit is None else min(wanted, self.limit)
+            more = torch.full((rows, wanted - capacity), -1, dtype=torch.int64, device=self.positions_BT.device)
+            self.positions_BT = torch.cat((self.positions_BT, more), 1)
+        self.index_BS = positions_BS if self.limit is None else positions_BS % self.limit
+        self.positions_BT.scatter_(1, self.index_BS, positions_BS.masked_fill(~valid_BS, -1))
+
+
+class CacheContext:
+    """A SequenceContext that keeps caches for B sequences of different lengths, each beginning at position 0. Stability: provisional.
+
+    `begin(counts)` announces new tokens, then the model is called once on them: row b has `counts[b]` tokens, padded on the right to the longest.
+    `select(rows)` keeps, drops, repeats and reorders sequences. It serves softmax and latent mixers and refuses a model with others, by name.
+
+    Arguments: `chunk` is the most new tokens at once; it bounds the caches of windowed mixers.
+    """
+
+    positions_BS: Tensor
+
+    def __init__(self, model: nn.Module, rows: int, device: torch.device, chunk: int = 512):
+        self.chunk, self.device = chunk, device
+        self.lengths = [0] * rows
+        self._specs: dict[str, MixerSpec] = {
+            name: module.cache_spec() for name, module in model.named_modules() if hasattr(module, "cache_spec")
+        }
+        self._slots: dict[int | None, Slots] = {}
+        self._caches: dict[tuple[str, str], Tensor] = {}
+        for mixer, spec in self._specs.items():
+            if spec.kind not in SERVED or any(cache.storage != "paged" for cache in spec.caches):
+                self._refuse(spec.kind, mixer)
+            for cache in spec.caches:
+                limit = None if cache.window is None else cache.window + chunk - 1
+                self._slots.setdefault(cache.window, Slots(rows, limit, device))
+                self._caches[mixer, cache.name] = torch.empty((rows, 0, *cache.shape), dtype=getattr(torch, cache.dtype), device=device)
+        self._fresh = False
+
+    def begin(self, counts: Sequence[int]) -> None:
+        """`counts[b]` new tokens for sequence b (0: none) come in the next call of the model, at most `chunk`."""
+        if len(counts) != len(self.lengths) or not counts or max(counts) > self.chunk or max(counts) < 1 or min(counts) < 0:
+            raise PluginError(
+                f"CacheContext for {len(self.lengths)} sequences and chunks of {self.chunk} was told of {list(counts)} new tokens."
+            )
+        width = max(counts)
+        starts = torch.tensor(self.lengths, device=self.device)
+        offsets_S = torch.arange(width, device=self.device)
+        self.positions_BS = starts[:, None] + offsets_S
+        valid_BS = offsets_S < torch.tensor(counts, device=self.device)[:, None]
+        end = max(self.lengths) + width
+        # Nothing was there before and nothing is padded: plain causal attention over the new tokens, which is the fast path of every kernel.
+        self._fresh = not any(self.lengths) and min(counts) == width
+        for slots in self._slots.values():
+            slots.place(self.positions_BS, valid_BS, end)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """From now on sequence i is what sequence `rows[i]` was."""
+        if list(rows) == list(range(len(self.lengths))):
+            return
+        index = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
+        self.lengths = [self.lengths[row] for row in rows]
+        for slots in self._slots.values():
+            slots.positions_BT = slots.positions_BT.index_select(0, index)
+        self._caches = {key: cache.index_select(0, index) for key, cache in self._caches.items()}
+
+    def cache_bytes(self) -> int:
+        """What the caches occupy."""
+        return sum(cache.numel() * cache.element_size() for cache in self._caches.values())
+
+    def softmax(
+        self,
+        mixer: str,
+        q_BSHD: Tensor,
+        k_BSKD: Tensor,
+        v_BSKD: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Causal softmax attention of the new tokens over the cached ones and themselves. Returns [B, S, H, Dv]."""
+        key, value = self._spec(mixer, "softmax").caches
+        slots = self._slots[key.window]
+        k_BTKD, v_BTKD = self._append(mixer, key, k_BSKD), self._append(mixer, value, v_BSKD)
+        settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
+        if self._fresh:
+            return ops.attention(q_BSHD, k_BSKD, v_BSKD, **settings)
+        positions_BT = slots.positions_BT[:, : slots.used]
+        return ops.attention(
+            q_BSHD,
+            k_BTKD,
+            v_BTKD,
+            documents_q_BS=torch.zeros_like(self.positions_BS),
+            documents_k_BT=positions_BT.clamp(max=0),  # 0 where there is a token, -1 in empty slots
+            positions_q_BS=self.positions_BS,
+            positions_k_BT=positions_BT,
+            **settings,
+        )
+
+    def latent(self, mixer: str, latent_BSC: Tensor, attend: Callable[..., Tensor], **settings: Any) -> Tensor:
+        """Attention over a latent: `attend` sees all that is cached, its positions, and its documents (-1: an empty slot)."""
+        (cache,) = self._spec(mixer, "latent").caches
+        latent_BTC = self._append(mixer, cache, latent_BSC)
+        slots = self._slots[cache.window]
+        positions_BT = slots.positions_BT[:, : slots.used]
+        return attend(latent_BTC, positions_BT, positions_BT.clamp(max=0), **settings)
+
+    def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
+        """Refused."""
+        self._refuse("recurrent", mixer)
+
+    def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
+        """Refused."""
+        self._refuse("indexed", mixer)
+
+    def _append(self, mixer: str, spec: CacheSpec, new_BS: Tensor) -> Tensor:
+        """Write the new tokens' entries; returns the cache's used part, a view."""
+        slots, cache = self._slots[spec.window], self._caches[mixer, spec.name]
+        capacity = slots.positions_BT.shape[1]
+        if cache.shape[1] < capacity:
+            grown = cache.new_zeros((cache.shape[0], capacity, *cache.shape[2:]))
+            grown[:, : cache.shape[1]] = cache
+            self._caches[mixer, spec.name] = cache = grown
+        rows_B1 = torch.arange(cache.shape[0], device=self.device)[:, None]
+        cache[rows_B1, slots.index_BS] = new_BS.to(cache.dtype)
+        return cache[:, : slots.used]
+
+    def _spec(self, mixer: str, kind: str) -> MixerSpec:
+        spec = self._specs.get(mixer)
+        if spec is None:
+            raise PluginError(f"Mixer {mixer!r} is no module with a cache_spec(). {did_you_mean(mixer, self._specs)}")
+        if spec.kind != kind:
+            raise PluginError(f"Mixer {mixer!r} calls {kind}(), but its cache_spec() says {spec.kind!r}.")
+        return spec
+
+    def _refuse(self, kind: str, mixer: str) -> NoReturn:
+        raise UsageError(
+            f"Mixer {mixer!r} asks for a context of kind {kind!r} which {type(self).__name__} does not serve (it serves {', '.join(SERVED)} with "
+            "paged caches), so this model cannot generate here."
+        )

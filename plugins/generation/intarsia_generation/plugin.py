@@ -1,0 +1,22 @@
+"""Offers the command `generate`. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from intarsia.contracts import Entry
+from intarsia.hookspecs import hookimpl
+
+INTARSIA_API = 1
+
+
+@hookimpl
+def offer_commands() -> Sequence[Entry]:
+    """Text from a trained model."""
+    return [
+        Entry(
+            name="generate",
+            target="intarsia_generation.cli:command",
+            doc="Write text with a run's, a checkpoint's or a Hugging Face folder's model.",
+        )
+    ]

@@ -1,0 +1,142 @@
+"""From a path to a Generator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from intarsia import device as devices
+from intarsia import ops
+from intarsia.checkpoint.weights import CheckpointWeights, open_weights
+from intarsia.config import ModelConfig, TokenizerConfig
+from intarsia.contracts import Tokenizer, WeightReader
+from intarsia.errors import CheckpointError, UsageError, did_you_mean
+from intarsia.layout import DTYPE_BYTES
+from intarsia.parameters import materialise_buffers
+from intarsia.plugins import Plugins, current
+from torch import nn
+
+from intarsia_generation.generator import Generator
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: str | TokenizerConfig | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    kernels: Mapping[str, str] | None = None,
+    plugins: Plugins | None = None,
+    chunk: int = 512,
+    batch: int = 32,
+) -> Generator:
+    """A Generator of the model at `path`: a run directory (its newest complete checkpoint), a checkpoint, or a folder that a checkpoint format knows.
+
+    Arguments: `tokenizer` is a tokenizer.json, the folder it lies in, an entry's name (`byte`), or a config; None: the one that goes with the weights.
+    `dtype` auto is float32 on a CPU and elsewhere what the run computed in, else bfloat16. `kernels` as in a recipe. `chunk` prompt tokens
+    are read at once, and `batch` sequences generated together.
+    Stability: provisional.
+    """
+    chosen = plugins or current()
+    target = devices.select(device)
+    weights = open_weights(path, chosen)
+    built = _tokenizer(tokenizer, weights, chosen)
+    _check_vocabulary(built, weights.model)
+    if dtype == "auto":
+        computed = weights.recipe.precision.compute if isinstance(weights, CheckpointWeights) else "bfloat16"
+        dtype = "float32" if target.type == "cpu" else computed
+    if dtype not in DTYPE_BYTES or not getattr(torch, dtype).is_floating_point:
+        floating = [name for name in DTYPE_BYTES if getattr(torch, name).is_floating_point]
+        raise UsageError(f"A model cannot run in dtype {dtype!r}. {did_you_mean(dtype, floating)}")
+    selection = ops.select(dict(kernels or {"*": "auto"}), chosen, devices.capabilities(), dtype)
+    model = fill(weights, chosen, target, getattr(torch, dtype))
+    place = Path(path).expanduser()
+    return Generator(
+        model,
+        built,
+        weights.model.max_positions,
+        target,
+        choices=selection.choices,
+        stop_ids=weights.stop_ids,
+        location=weights.location,
+        step=weights.checkpoint.manifest.step if isinstance(weights, CheckpointWeights) else None,
+        run=place if (place / "recipe.json").is_file() else None,
+        chunk=chunk,
+        batch=batch,
+    )
+
+
+def fill(weights: WeightReader, plugins: Plugins, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The whole model on one device, a tensor at a time. CheckpointError unless weights and model have the same names and shapes."""
+    with torch.device("meta"):
+        model: Any = plugins.build(weights.model)
+    aliases = {alias: canonical for canonical, *others in model.regions().ties for alias in others}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    named = dict(model.named_parameters(remove_duplicate=False))
+    kept = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[2] not in _transient(modules[name.rpartition(".")[0]])
+    }
+    _check(weights, {name: tuple(tensor.shape) for name, tensor in (named | kept).items() if name not in aliases})
+    for name in named:
+        if name not in aliases:
+            values = weights.read(name).to(device=device, dtype=dtype)
+            parameter = nn.Parameter(values, requires_grad=False)
+            for each in (name, *(alias for alias, canonical in aliases.items() if canonical == name)):
+                owner, _, attribute = each.rpartition(".")
+                setattr(modules[owner], attribute, parameter)
+    materialise_buffers(model, device, 0)
+    for name in kept:
+        model.get_buffer(name).copy_(weights.read(name))
+    return model.eval()
+
+
+def _transient(module: nn.Module) -> set[str]:
+    return module._non_persistent_buffers_set
+
+
+def _check(weights: WeightReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    found = weights.shapes()
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} belongs to no parameter of the model. {did_you_mean(name, wanted)}" for name in found if name not in wanted]
+    problems += [
+        f"{name} has shape {list(found[name])}, the model's {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(f"{weights.location} does not fit its model:\n  " + "\n  ".join(problems[:8]) + more)
+
+
+def _tokenizer(choice: str | TokenizerConfig | None, weights: WeightReader, plugins: Plugins) -> Tokenizer:
+    """The tokenizer that was named, else the weights' own."""
+    config = choice
+    if isinstance(choice, str):
+        path = Path(choice).expanduser()
+        registry = plugins.registry("tokenizer")
+        if path.exists():
+            config = plugins.config_class(registry.find("tokenizer_json"))(path=str(path))
+        elif os.sep in choice or choice.endswith(".json"):
+            raise UsageError(f"--tokenizer: there is no {choice}.")
+        else:
+            config = plugins.config_class(registry.find(choice))()
+    config = config or weights.tokenizer
+    if config is None:
+        raise UsageError(
+            f"{weights.location} has no tokenizer.json. Name one by --tokenizer PATH, or a tokenizer by name (--tokenizer byte)."
+        )
+    built: Tokenizer = plugins.build(config)
+    return built
+
+
+def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UsageError(
+            f"The tokenizer has {tokenizer.vocab_size} ids but the model's vocabulary holds {model.vocab_size}: it is not the tokenizer that this model "
+            "was trained with. Name the right one by --tokenizer."
+        )
