@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
+from intarsia_optimizers.config import AdamWConfig, MuonConfig
 from intarsia_testing.optimizer import OptimizerConformance
 
 
@@ -13,7 +12,7 @@ class TestAdamW(OptimizerConformance):
 
 class TestAdamWForeach(OptimizerConformance):
     entry = "intarsia-optimizers:adamw"
-    settings: ClassVar = {"implementation": "foreach"}
+    config = AdamWConfig(implementation="foreach")
 
 
 class TestMuon(OptimizerConformance):
@@ -22,4 +21,4 @@ class TestMuon(OptimizerConformance):
 
 class TestMuonFloat32(OptimizerConformance):
     entry = "intarsia-optimizers:muon"
-    settings: ClassVar = {"newton_schulz_dtype": "float32", "adjust": "match_rms_adamw", "nesterov": False}
+    config = MuonConfig(newton_schulz_dtype="float32", adjust="match_rms_adamw", nesterov=False)

@@ -1,3 +1,60 @@
-"""The conformance kit: a pytest plugin that says which promise of a contract a plugin breaks."""
+"""The conformance kit: a pytest plugin and one class for each contract, which say in words which promise of the contract a plugin breaks.
+
+    from intarsia_testing import StorageConformance
+
+    class TestBucket(StorageConformance):
+        entry = "acme-bucket:bucket"
+
+Importing the package imports no torch: each class is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from intarsia_testing.base import Conformance
+    from intarsia_testing.checkpoint_backend import CheckpointBackendConformance
+    from intarsia_testing.data_source import DataSourceConformance
+    from intarsia_testing.environment import EnvironmentConformance
+    from intarsia_testing.kernel import KernelConformance
+    from intarsia_testing.model import ModelConformance
+    from intarsia_testing.optimizer import OptimizerConformance
+    from intarsia_testing.parity import ParityTests
+    from intarsia_testing.placement import PlacementConformance
+    from intarsia_testing.storage import StorageConformance
 
 __version__ = "0.1.0.dev0"
+
+__all__ = [
+    "CheckpointBackendConformance",
+    "Conformance",
+    "DataSourceConformance",
+    "EnvironmentConformance",
+    "KernelConformance",
+    "ModelConformance",
+    "OptimizerConformance",
+    "ParityTests",
+    "PlacementConformance",
+    "StorageConformance",
+]
+
+_MODULES = {
+    "CheckpointBackendConformance": "checkpoint_backend",
+    "Conformance": "base",
+    "DataSourceConformance": "data_source",
+    "EnvironmentConformance": "environment",
+    "KernelConformance": "kernel",
+    "ModelConformance": "model",
+    "OptimizerConformance": "optimizer",
+    "ParityTests": "parity",
+    "PlacementConformance": "placement",
+    "StorageConformance": "storage",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

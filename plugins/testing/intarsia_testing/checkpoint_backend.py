@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
-import pytest
 import torch
 from intarsia.contracts import Box, CheckpointBackend, FileRecord, Piece, StateItem, WrittenPart
-from intarsia.errors import UsageError
 from intarsia.layout import DTYPE_BYTES
+from intarsia.plugins import current
 
+from intarsia_testing.base import Conformance
 from intarsia_testing.doubles import FaultyStorage, MemoryStorage
+from intarsia_testing.promise import broken
 
 Work = list[tuple[StateItem, list[tuple[Box, torch.Tensor]]]]
-
-
-def broken(promise: str, sentence: str) -> NoReturn:
-    """Fail the test: which promise is broken, and by what."""
-    pytest.fail(f"promise `{promise}` is broken: {sentence}", pytrace=False)
 
 
 def noise(shape: Sequence[int], dtype: str, seed: int = 0) -> torch.Tensor:
@@ -49,25 +45,18 @@ def item(name: str, tensor: torch.Tensor) -> StateItem:
     return StateItem("model", name, "tensor", tensor)
 
 
-class CheckpointBackendConformance:
-    """Every promise of a CheckpointBackend, one test each.
+class CheckpointBackendConformance(Conformance):
+    """Every promise of `intarsia.contracts.CheckpointBackend`, one test each.
 
-    Set `entry` ("owner:name", or a short name that is not ambiguous), and `configs` where the default settings are not all that should be
-    tested.
+    Set `entry`, and `config` or `configs` where the default settings are not all that should be tested. Or override `backends` when no
+    entry offers them.
     """
 
-    entry: ClassVar[str] = ""
-    configs: ClassVar[tuple[Any, ...]] = ()
+    kind: ClassVar[str] = "checkpoint backend"
 
     def backends(self) -> list[CheckpointBackend]:
         """Freshly built backends under test."""
-        if not self.entry:
-            raise UsageError(f"{type(self).__name__}: set `entry` to the backend's name.")
-        from intarsia.plugins import current
-
-        entry = current().registry("checkpoint backend").find(self.entry)
-        configs = self.configs or (current().config_class(entry)(),)
-        return [current().build(config) for config in configs]
+        return [current().build(config) for config in self.given_configs()]
 
     def read(self, backend: CheckpointBackend, storage: Any, pieces: Sequence[Piece]) -> dict[Piece, bytes]:
         """What the backend delivers, checked to be the pieces asked for, each once."""
@@ -211,10 +200,10 @@ class CheckpointBackendConformance:
                 for row in range(0, piece.box_size[0], 3):
                     start = (piece.box_start[0] + row, *piece.box_start[1:])
                     rows.append(Piece(piece.key, start, (1, *piece.box_size[1:]), piece.file, piece.offset + row * step, step))
-            for row, data in self.read(backend, storage, rows[::-1]).items():
-                index = tuple(slice(a, a + n) for a, n in zip(row.box_start, row.box_size, strict=True))
+            for got, data in self.read(backend, storage, rows[::-1]).items():
+                index = tuple(slice(a, a + n) for a, n in zip(got.box_start, got.box_size, strict=True))
                 if data != raw(tensor[index]):
-                    broken("parts of pieces can be read", f"row {row.box_start[0]} of a piece, asked for by its bytes, is not that row.")
+                    broken("parts of pieces can be read", f"row {got.box_start[0]} of a piece, asked for by its bytes, is not that row.")
 
     def test_reads_little_more_than_asked(self) -> None:
         for backend in self.backends():

@@ -22,37 +22,18 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
-import chz
-import pytest
 from intarsia.contracts import DataSource, Document, Message
 from intarsia.errors import UsageError
-from intarsia.plugins import current, import_reference
+from intarsia.plugins import current
 
-
-def broken(promise: str, sentence: str) -> NoReturn:
-    """Fail the test: which promise is broken, and by what."""
-    pytest.fail(f"promise `{promise}` is broken: {sentence}", pytrace=False)
-
-
-def to_plain(value: Any) -> Any:
-    """A config as JSON, with its class's name, so that another process can make it again."""
-    if chz.is_chz(type(value)):
-        fields = {name: to_plain(getattr(value, name)) for name in chz.chz_fields(type(value))}
-        return {"class": f"{type(value).__module__}:{type(value).__qualname__}", "fields": fields}
-    return [to_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def from_plain(value: Any) -> Any:
-    """The inverse of `to_plain`."""
-    if isinstance(value, dict):
-        return import_reference(value["class"])(**{name: from_plain(item) for name, item in value["fields"].items()})
-    return tuple(from_plain(item) for item in value) if isinstance(value, list) else value
+from intarsia_testing.base import Conformance
+from intarsia_testing.plain import ask_another_process, from_plain
+from intarsia_testing.promise import broken
 
 
 def answers(source: DataSource, indices: Sequence[int]) -> dict[str, Any]:
@@ -63,28 +44,27 @@ def answers(source: DataSource, indices: Sequence[int]) -> dict[str, Any]:
 
 def answers_of_another_process(config: Any, indices: Sequence[int]) -> dict[str, Any]:
     """`answers` of a source that a fresh process builds. A process that fails breaks a promise."""
-    question = json.dumps({"config": to_plain(config), "indices": list(indices)})
-    run = subprocess.run([sys.executable, "-m", __name__], input=question, capture_output=True, text=True, timeout=120, check=False)
-    if run.returncode:
-        broken("the same in another process", f"a fresh process cannot read it: {run.stderr.strip().splitlines()[-1:]}")
-    return json.loads(run.stdout.splitlines()[-1])
+    try:
+        return ask_another_process("intarsia_testing.data_source", config, indices=list(indices))
+    except RuntimeError as error:
+        broken("the same in another process", f"a fresh process cannot read it: {error}")
 
 
-class DataSourceConformance:
+class DataSourceConformance(Conformance):
     """Every promise of `intarsia.contracts.DataSource`, one test each.
 
-    Set `entry` ("owner:name", or a short name that is not ambiguous). Override `config`, and where they make sense `changed` and `broken`.
-    `max_documents` bounds how many documents are read.
+    Set `entry`. Override `config`, which is given a folder, and where they make sense `changed` and `broken`. `max_documents` bounds how many
+    documents are read.
     """
 
-    entry: ClassVar[str] = ""
+    kind: ClassVar[str] = "data source"
     max_documents: ClassVar[int] = 40
 
     # ------------------------------------------------------------ what is tested
 
     def config(self, folder: Path) -> Any:
         """Settings of a source with at least two documents; files that it reads go into `folder`."""
-        return current().config_class(self._entry())()
+        return self._default(self.found_entry())
 
     def changed(self, folder: Path) -> Any | None:
         """Change the data that `config` wrote into `folder` (another document, at least) and return settings for it; None where data never changes."""
@@ -94,16 +74,11 @@ class DataSourceConformance:
         """Settings that cannot work: a file that is missing, a field that no document has. None where there are none."""
         return None
 
-    def _entry(self) -> Any:
-        if not self.entry:
-            raise UsageError(f"{type(self).__name__}: set `entry` to the data source's name.")
-        return current().registry("data source").find(self.entry)
-
     def _build(self, config: Any) -> DataSource:
         """A fresh source, checked to be one of the entry under test."""
-        entry, expected = current().entry_of(config), self._entry()
+        entry, expected = current().entry_of(config), self.found_entry()
         if entry.full_name != expected.full_name:
-            raise UsageError(f"{type(self).__name__}: its config is of the entry {entry.full_name}, not of {expected.full_name}.")
+            broken("settings are its own", f"the settings are those of {entry.full_name}, and {expected.full_name} is tested.")
         return current().build(config)
 
     def _indices(self, source: DataSource) -> list[int]:
@@ -112,16 +87,6 @@ class DataSourceConformance:
         return sorted({*range(min(count, self.max_documents - 1)), count - 1} - {-1})
 
     # ------------------------------------------------------------ promises
-
-    def test_settings_import_nothing_heavy(self) -> None:
-        """The plugin's module and its config's import no torch: listing plugins and resolving recipes stays quick."""
-        module = self._entry().config.partition(":")[0]
-        code = f"import sys, intarsia.plugins as p; p.load(); import {module}; sys.exit('torch' in sys.modules)"
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-        if run.returncode:
-            broken(
-                "settings import nothing heavy", f"loading the plugins and importing {module} imports torch, or fails. {run.stderr[-500:]}"
-            )
 
     def test_it_is_a_data_source(self, tmp_path: Path) -> None:
         """It has a length, documents by number, and a fingerprint."""

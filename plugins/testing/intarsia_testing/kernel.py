@@ -21,9 +21,11 @@ import torch
 from intarsia import ops
 from intarsia.contracts import KernelEntry
 from intarsia.device import capabilities
+from intarsia.errors import IntarsiaError
 from intarsia.plugins import current
 from torch import Tensor
 
+from intarsia_testing.base import Conformance
 from intarsia_testing.kernel_cases import Case, cases
 from intarsia_testing.promise import broken, keep
 
@@ -59,35 +61,42 @@ def run(function: Any, arguments: dict[str, Any], op: str) -> dict[str, Tensor]:
     return found
 
 
-class KernelConformance:
-    """Every promise of a kernel, one test each. Set `op` and `entry`. `device` is where it runs: by default the GPU where the kernel needs one."""
+class KernelConformance(Conformance):
+    """Every promise of a kernel, one test each.
 
+    Set `op` and `entry`. `device` is where it runs: by default the GPU where the kernel needs one.
+    """
+
+    kind: ClassVar[str] = "kernel"
     op: ClassVar[str] = ""
-    entry: ClassVar[str] = ""
     device: ClassVar[str] = ""
     present: ClassVar[tuple[str, ...]] = ()
     """Capabilities to take for granted (an interpreter that stands in for a GPU)."""
 
     # ------------------------------------------------------------ help
 
-    def _entry(self) -> KernelEntry:
+    def found_entry(self) -> KernelEntry:
+        """The entry under test."""
         keep("named", self.entry and self.op, "set the class attributes `op` and `entry`.")
-        found = current().registry("kernel").find(self.entry, op=self.op)
+        try:
+            found = current().registry("kernel").find(self.entry, op=self.op)
+        except IntarsiaError as error:
+            broken("offered", str(error))
         assert isinstance(found, KernelEntry)
         return found
 
     def _function(self) -> Any:
-        entry = self._entry()
+        entry = self.found_entry()
         lacking = [need for need in entry.needs if need not in capabilities() and need not in self.present]
         if lacking:
             pytest.skip(f"{entry.full_name} needs {', '.join(lacking)}, which this machine lacks: run its checks where it has that")
         return current().target(entry)
 
     def _device(self) -> str:
-        return self.device or ("cuda" if "cuda" in self._entry().needs else "cpu")
+        return self.device or ("cuda" if "cuda" in self.found_entry().needs else "cpu")
 
     def _dtypes(self) -> list[str]:
-        dtypes = [name for name in DTYPES if name in self._entry().dtypes] or list(DTYPES[:2])
+        dtypes = [name for name in DTYPES if name in self.found_entry().dtypes] or list(DTYPES[:2])
         # TRITON_INTERPRET multiplies bfloat16 wrongly, and that is the interpreter's fault.
         return [name for name in dtypes if name != "bfloat16" or "TRITON_INTERPRET" not in os.environ]
 
@@ -100,7 +109,11 @@ class KernelConformance:
         taken = []
         for case in known:
             reason = supports(**case.arguments(getattr(torch, dtype), self._device()))
-            keep("supports", reason is None or (isinstance(reason, str) and reason), f"`supports` gave {reason!r} for {case.label}; it gives None, or why not.")
+            keep(
+                "supports",
+                reason is None or (isinstance(reason, str) and reason),
+                f"`supports` gave {reason!r} for {case.label}; it gives None, or why not.",
+            )
             if reason is None:
                 taken.append(case)
         keep("supports", taken, f"the kernel refuses every one of {len(known)} calls of {self.op} in {dtype}.")
@@ -110,11 +123,13 @@ class KernelConformance:
         return run(function or self._function(), case.arguments(getattr(torch, dtype), self._device()), self.op)
 
     def _bound(self, name: str, dtype: str) -> float:
-        bounds = self._entry().bounds
+        bounds = self.found_entry().bounds
         for key in (f"{name}@{dtype}", f"*@{dtype}", name, "*"):
             if key in bounds:
                 return bounds[key]
-        return broken("bounds", f"numerics is `tolerance` and `bounds` has nothing for {name} in {dtype}: give `{name}`, `*`, or `*@{dtype}`.")
+        return broken(
+            "bounds", f"numerics is `tolerance` and `bounds` has nothing for {name} in {dtype}: give `{name}`, `*`, or `*@{dtype}`."
+        )
 
     # ------------------------------------------------------------ promises
 
@@ -128,7 +143,7 @@ class KernelConformance:
 
     def test_output_and_gradients_are_within_bounds(self) -> None:
         """Against the reference: the same bits, or within the declared bounds of float64."""
-        reference, entry = ops.operators()[self.op].reference, self._entry()
+        reference, entry = ops.operators()[self.op].reference, self.found_entry()
         for dtype in self._dtypes():
             for case in self._cases(dtype):
                 found = self._run(case, dtype)
@@ -136,18 +151,28 @@ class KernelConformance:
                 wide = getattr(torch, dtype) if bitwise else torch.float64
                 exact = run(reference, case.arguments(wide, self._device(), getattr(torch, dtype)), self.op)
                 for name, value in exact.items():
-                    keep("shape", found[name].shape == value.shape, f"{case.label}, {dtype}: {name} is {tuple(found[name].shape)}, not {tuple(value.shape)}.")
+                    keep(
+                        "shape",
+                        found[name].shape == value.shape,
+                        f"{case.label}, {dtype}: {name} is {tuple(found[name].shape)}, not {tuple(value.shape)}.",
+                    )
                     if not value.numel():
                         continue
                     if bitwise:
-                        keep("bitwise", torch.equal(found[name], value), f"{case.label}, {dtype}: {name} is not bit for bit the reference's.")
+                        keep(
+                            "bitwise", torch.equal(found[name], value), f"{case.label}, {dtype}: {name} is not bit for bit the reference's."
+                        )
                         continue
                     keep("finite", found[name].isfinite().all(), f"{case.label}, {dtype}: {name} is not finite everywhere.")
                     largest = float(value.abs().max())
                     error = float((found[name].double() - value.double()).abs().max()) / (largest or 1.0)
                     if entry.numerics == "tolerance":
                         bound = self._bound(name, dtype)
-                        keep("bounds", error <= bound, f"{case.label}, {dtype}: {name} is off by {error:.2e} relative to float64; {bound:.0e} is declared.")
+                        keep(
+                            "bounds",
+                            error <= bound,
+                            f"{case.label}, {dtype}: {name} is off by {error:.2e} relative to float64; {bound:.0e} is declared.",
+                        )
 
     def test_writes_every_element(self) -> None:
         """With unwritten memory full of NaN it gives the same, and finite, numbers."""
@@ -170,7 +195,7 @@ class KernelConformance:
 
     def test_is_reproducible_where_declared(self) -> None:
         """The same call twice gives the same bits."""
-        if self._entry().numerics == "tolerance":
+        if self.found_entry().numerics == "tolerance":
             return
         dtype = self._dtypes()[0]
         for case in self._cases(dtype):
@@ -180,7 +205,7 @@ class KernelConformance:
 
     def test_is_invariant_where_declared(self) -> None:
         """A row's output does not depend on the batch around it, bit for bit."""
-        if not self._entry().invariant:
+        if not self.found_entry().invariant:
             return
         for dtype in self._dtypes():
             for case in self._cases(dtype):
@@ -198,6 +223,7 @@ class KernelConformance:
         dtype = self._dtypes()[0]
         for case in (case for case in self._cases(dtype) if "packing" in case.fixed):
             function, arguments = self._function(), case.arguments(getattr(torch, dtype), self._device())
+            arguments = {name: value.detach() if isinstance(value, Tensor) else value for name, value in arguments.items()}
             packed = self._run(case, dtype)["output"]
             named = {name: arguments[name] for name in ("scale", "window", "softcap", "sinks_H") if name in arguments}
             for b, row in enumerate(case.fixed["packing"]):
@@ -207,12 +233,16 @@ class KernelConformance:
                     alone = function(*(arguments[name][b : b + 1, start:stop] for name in ("q_BSHD", "k_BTKD", "v_BTKD")), **named)[0]
                     error = float((packed[b, start:stop] - alone).abs().max()) / float(packed.abs().max())
                     bound = self._bound("output", dtype)
-                    keep("packing", error <= bound, f"{case.label}: document of {length} tokens at {start} in row {b} is off by {error:.1e} from the same alone.")
+                    keep(
+                        "packing",
+                        error <= bound,
+                        f"{case.label}: document of {length} tokens at {start} in row {b} is off by {error:.1e} from the same alone.",
+                    )
                     start = stop
 
     def test_may_sit_in_a_compiled_region_where_declared(self) -> None:
         """torch.compile traces it without a break."""
-        if not self._entry().in_compile or "TRITON_INTERPRET" in os.environ:
+        if not self.found_entry().in_compile or "TRITON_INTERPRET" in os.environ:
             return
         function, dtype = self._function(), self._dtypes()[0]
         for case in self._cases(dtype)[:6]:
@@ -222,14 +252,18 @@ class KernelConformance:
             except Exception as error:
                 broken("in_compile", f"{case.label}: torch.compile(fullgraph=True) refuses it: {str(error).splitlines()[:1]}")
             plain = self._run(case, dtype)
-            error = max(float((found[name] - plain[name]).abs().max()) / float(plain[name].abs().max().clamp_min(1e-30)) for name in plain if plain[name].numel())
+            error = max(
+                float((found[name] - plain[name]).abs().max()) / float(plain[name].abs().max().clamp_min(1e-30))
+                for name in plain
+                if plain[name].numel()
+            )
             keep("in_compile", error <= 10 * self._bound("output", dtype), f"{case.label}: compiled it is off by {error:.1e} from itself.")
 
 
 def check(op: str, entry: str, present: tuple[str, ...] = (), device: str = "") -> Iterator[tuple[str, str, str]]:
     """Run every check without pytest: (check, `kept`, `broken` or `skipped`, sentence), one by one."""
     kind = type("Check", (KernelConformance,), {"op": op, "entry": entry, "present": present, "device": device})
-    for name in [name for name in vars(KernelConformance) if name.startswith("test_")]:
+    for name in [name for base in (Conformance, KernelConformance) for name in vars(base) if name.startswith("test_")]:
         doc = (getattr(kind, name).__doc__ or "").strip()
         try:
             getattr(kind(), name)()

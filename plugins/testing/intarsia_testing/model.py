@@ -12,22 +12,20 @@ Shape suffixes: B rows, S tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
-import subprocess
-import sys
 from typing import Any, ClassVar
 
 import torch
 from intarsia import ops
 from intarsia.config import ModelConfig
-from intarsia.contracts import Box, Mixer, ModelEntry
+from intarsia.contracts import Box, Entry, Mixer, ModelEntry
 from intarsia.parameters import ParameterTable
 from intarsia.plugins import current, import_reference
 from intarsia.train.context import TrainContext, positions_of
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from intarsia_testing.base import Conformance
 from intarsia_testing.promise import keep
 
 LENGTHS = ((5, 1, 10), (16,), (2, 14))
@@ -88,24 +86,33 @@ def fill(model: nn.Module, seed: int = 0, std: float | None = None) -> nn.Module
     return model
 
 
-class ModelConformance:
-    """Every promise of a model family, one test each. Set `entry`, override `config`. `tolerance` bounds differences of hidden states, relative to
-    their largest element, where the same numbers are computed in another shape."""
+class ModelConformance(Conformance):
+    """Every promise of a model family, one test each.
 
-    entry: ClassVar[str] = ""
+    Set `entry`, override `config`. `tolerance` bounds differences of hidden states, relative to their largest element, where the same numbers are
+    computed in another shape.
+    """
+
+    kind: ClassVar[str] = "model"
     tolerance: ClassVar[float] = 2e-5
 
     def config(self) -> ModelConfig:
         """A tiny config that uses what the family has (more than one block, every kind of component). At most a few 100,000 parameters."""
-        raise NotImplementedError
+        raise NotImplementedError("write `config`: a tiny config of your family for its conformance tests.")
 
     # ------------------------------------------------------------ help
 
-    def _entry(self) -> ModelEntry:
-        keep("named", self.entry, "the class attribute `entry` is empty: set it to your model's name.")
-        found = current().registry("model").find(self.entry)
+    def found_entry(self) -> ModelEntry:
+        """The entry under test."""
+        found = super().found_entry()
         assert isinstance(found, ModelEntry)
         return found
+
+    def light_references(self, entry: Entry) -> list[str]:
+        """The Hugging Face table, the sharding table and the recipes too."""
+        assert isinstance(entry, ModelEntry)
+        recipes = [other.target for other in current().registry("recipe").entries() if other.owner == entry.owner]
+        return [reference for reference in (entry.hf, entry.sharding, *recipes) if reference]
 
     def _model(self, seed: int = 0, std: float | None = 0.02) -> Any:
         return fill(current().build(self.config()), seed, std)
@@ -120,20 +127,9 @@ class ModelConformance:
 
     # ------------------------------------------------------------ the entry
 
-    def test_entry_modules_import_no_torch(self) -> None:
-        """plugin, config, hf and sharding are light: listing and resolving never wait for torch."""
-        entry = self._entry()
-        keep("entry", current().entry_of(self.config()).full_name == entry.full_name, f"`config()` is no config of {entry.full_name}.")
-        distribution, _, point = entry.plugin.partition("/")
-        points = importlib.metadata.distribution(distribution).entry_points.select(group="intarsia", name=point)
-        modules = {p.value.partition(":")[0] for p in points}
-        modules |= {reference.partition(":")[0] for reference in (entry.config, entry.hf, entry.sharding) if reference}
-        recipes = [e for e in current().registry("recipe").entries() if e.owner == entry.owner]
-        modules |= {recipe.target.partition(":")[0] for recipe in recipes}
-        for module in sorted(modules):
-            code = f"import sys, importlib; importlib.import_module({module!r}); sys.exit('torch' in sys.modules)"
-            run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-            keep("light", run.returncode == 0, f"importing {module} imports torch, or fails: {run.stderr.strip().splitlines()[-1:]}. Name heavy things as strings.")
+    def test_settings_belong_to_the_entry(self) -> None:
+        """`config()` gives settings of this family and no other."""
+        self.given_configs()
 
     def test_builds_on_the_meta_device(self) -> None:
         """Built under the meta device, then allocated and filled, it is the same model as one built on the CPU."""
@@ -151,7 +147,11 @@ class ModelConformance:
                 _set_parameter(model, other, model.get_parameter(canonical))
         fill(model, 0, 0.02)
         hidden = [m(self._tokens(), packed_context(LENGTHS)) for m in (model, real)]
-        keep("buffers", torch.equal(*hidden), "after the meta device its outputs differ: `fill_buffers()` must recompute every non-persistent buffer.")
+        keep(
+            "buffers",
+            torch.equal(*hidden),
+            "after the meta device its outputs differ: `fill_buffers()` must recompute every non-persistent buffer.",
+        )
 
     # ------------------------------------------------------------ parameters
 
@@ -190,7 +190,11 @@ class ModelConformance:
         model(self._tokens(), packed_context(LENGTHS))
         for hook in hooks:
             hook.remove()
-        keep("regions", seen == list(regions.blocks), f"blocks are declared in the order {regions.blocks[:4]} and run in the order {seen[:4]}.")
+        keep(
+            "regions",
+            seen == list(regions.blocks),
+            f"blocks are declared in the order {regions.blocks[:4]} and run in the order {seen[:4]}.",
+        )
         listed = {name for name, _ in model.named_parameters()}
         for canonical, *others in regions.ties:
             keep("ties", canonical in listed, f"the first name of a tie, {canonical}, must be the one that `named_parameters()` gives.")
@@ -199,7 +203,11 @@ class ModelConformance:
                 keep("ties", same, f"{other} is declared to be tied to {canonical} and does not share its storage.")
         hidden_ties = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in listed]
         declared = {name for tie in regions.ties for name in tie}
-        keep("ties", set(hidden_ties) <= declared, f"{hidden_ties[:3]} share another parameter's storage and `regions().ties` does not say so.")
+        keep(
+            "ties",
+            set(hidden_ties) <= declared,
+            f"{hidden_ties[:3]} share another parameter's storage and `regions().ties` does not say so.",
+        )
 
     # ------------------------------------------------------------ the mathematics
 
@@ -225,7 +233,11 @@ class ModelConformance:
             one, other = (model(t, packed_context((LENGTHS[1],))) for t in (tokens_BS, changed_BS))
         self._close("causal", one[:, :9], other[:, :9], "a token's hidden state depends on later tokens")
         keep("causal", not torch.equal(one[:, 9], other[:, 9]), "a token's hidden state does not depend on the token itself.")
-        keep("causal", not torch.equal(one[:, 15], other[:, 15]), "the last token's hidden state does not depend on one six tokens before: nothing mixes along the sequence.")
+        keep(
+            "causal",
+            not torch.equal(one[:, 15], other[:, 15]),
+            "the last token's hidden state does not depend on one six tokens before: nothing mixes along the sequence.",
+        )
 
     def test_rows_are_independent(self) -> None:
         """A row gives the same alone and in a batch."""
@@ -233,7 +245,12 @@ class ModelConformance:
         with torch.no_grad():
             all_BSD = model(tokens_BS, packed_context(LENGTHS))
             for b, row in enumerate(LENGTHS):
-                self._close("rows", all_BSD[b : b + 1], model(tokens_BS[b : b + 1], packed_context((row,))), f"row {b} depends on the other rows of its batch")
+                self._close(
+                    "rows",
+                    all_BSD[b : b + 1],
+                    model(tokens_BS[b : b + 1], packed_context((row,))),
+                    f"row {b} depends on the other rows of its batch",
+                )
 
     def test_loss_of_hidden_is_loss_of_logits(self) -> None:
         """`head_weight_VD` is what `project` multiplies by."""
@@ -267,9 +284,17 @@ class ModelConformance:
         with torch.no_grad():
             exact = model(tokens_BS, packed_context(LENGTHS))
             rough = model.bfloat16()(tokens_BS, packed_context(LENGTHS))
-        keep("dtype", rough.dtype == torch.bfloat16, f"parameters are bfloat16 and hidden states {rough.dtype}: something changes the residual stream's dtype.")
+        keep(
+            "dtype",
+            rough.dtype == torch.bfloat16,
+            f"parameters are bfloat16 and hidden states {rough.dtype}: something changes the residual stream's dtype.",
+        )
         error = float((rough.float() - exact).norm() / exact.norm())
-        keep("dtype", error < 0.05, f"in bfloat16 hidden states are off by {error:.3f} relative (norm): keep statistics, softmax and angles in float32.")
+        keep(
+            "dtype",
+            error < 0.05,
+            f"in bfloat16 hidden states are off by {error:.3f} relative (norm): keep statistics, softmax and angles in float32.",
+        )
 
     # ------------------------------------------------------------ declarations
 
@@ -278,11 +303,19 @@ class ModelConformance:
         model, documents_BS = self._model(), documents_of(LENGTHS)
         context = RecordingContext(positions_of(documents_BS), documents_BS, LENGTHS)
         model(self._tokens(), context)
-        keep("mixers", context.calls, "no mixer called the context: mixing along the sequence must go through it, so that generation and context parallelism can supply theirs.")
+        keep(
+            "mixers",
+            context.calls,
+            "no mixer called the context: mixing along the sequence must go through it, so that generation and context parallelism can supply theirs.",
+        )
         modules = dict(model.named_modules())
         for name, (kind, shapes) in context.calls.items():
             module = modules.get(name)
-            keep("mixers", isinstance(module, Mixer), f"the context was called as mixer {name!r}, which is no module with `cache_spec()`. Pass the module's dotted name.")
+            keep(
+                "mixers",
+                isinstance(module, Mixer),
+                f"the context was called as mixer {name!r}, which is no module with `cache_spec()`. Pass the module's dotted name.",
+            )
             spec = module.cache_spec()  # type: ignore[union-attr]
             keep("mixers", spec.kind == kind, f"{name} declares kind {spec.kind!r} and calls {kind!r}.")
             keep("mixers", spec.caches or kind == "recurrent", f"{name} declares no cache, so that generation could not keep its past.")
@@ -309,14 +342,18 @@ class ModelConformance:
         """Export and import give back the same tensors and the same config; each name is used once."""
         from intarsia_huggingface.rules import apply_rules
 
-        entry = self._entry()
+        entry = self.found_entry()
         if entry.hf is None:
             return
         table = import_reference(entry.hf)
         config, model = self.config(), self._model()
         theirs = import_reference(table.config_to_theirs)(config)
         back = import_reference(table.config_to_ours)(theirs)
-        keep("hf config", _shape_config(back) == _shape_config(config), f"config -> theirs -> ours gives another config: {back} instead of {config}.")
+        keep(
+            "hf config",
+            _shape_config(back) == _shape_config(config),
+            f"config -> theirs -> ours gives another config: {back} instead of {config}.",
+        )
         ours = dict(model.named_parameters())
         aliases = {other: canonical for canonical, *others in model.regions().ties for other in others}
         sizes = {key: value for key, value in theirs.items() if isinstance(value, int)}
@@ -330,7 +367,11 @@ class ModelConformance:
         changed = [name for name in ours if not torch.equal(imported[name], ours[name])]
         keep("hf table", not changed, f"export followed by import changes {changed[:3]}.")
         if entry.architectures:
-            keep("hf config", theirs.get("architectures") == [entry.architectures[0]], f"exported `architectures` are {theirs.get('architectures')}; the entry reads {entry.architectures}.")
+            keep(
+                "hf config",
+                theirs.get("architectures") == [entry.architectures[0]],
+                f"exported `architectures` are {theirs.get('architectures')}; the entry reads {entry.architectures}.",
+            )
 
 
 def _shape_config(config: ModelConfig) -> str:

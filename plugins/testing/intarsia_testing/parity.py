@@ -54,7 +54,11 @@ class ParityTests:
         tensors = self._convert(table, ours, theirs.state_dict(), "import", theirs)
         with torch.no_grad():
             for name, parameter in ours.named_parameters():
-                keep("parity", tensors[name].shape == parameter.shape, f"{name} is {tuple(parameter.shape)}, the table gives {tuple(tensors[name].shape)}.")
+                keep(
+                    "parity",
+                    tensors[name].shape == parameter.shape,
+                    f"{name} is {tuple(parameter.shape)}, the table gives {tuple(tensors[name].shape)}.",
+                )
                 parameter.copy_(tensors[name])
         return theirs, ours, table
 
@@ -86,7 +90,11 @@ class ParityTests:
             keep("parity", error <= self.tolerance, f"logits differ by {error:.2e}; {self.tolerance:.0e} is allowed.")
             labels_N = tokens_BS[:, 1:].flatten()
             loss = ops.cross_entropy(hidden_BSD[:, :-1].flatten(0, 1), ours.head_weight_VD, labels_N) / labels_N.numel()
-        keep("parity", abs(float(loss) - float(result.loss)) <= self.tolerance, f"the loss is {float(loss):.7f} and theirs {float(result.loss):.7f}.")
+        keep(
+            "parity",
+            abs(float(loss) - float(result.loss)) <= self.tolerance,
+            f"the loss is {float(loss):.7f} and theirs {float(result.loss):.7f}.",
+        )
 
     def test_gradients_agree(self) -> None:
         """The loss's gradients, carried over by the table, are theirs."""

@@ -13,4 +13,10 @@ INTARSIA_API = 1
 @hookimpl
 def offer_commands() -> Sequence[Entry]:
     """Commands for plugin authors."""
-    return [Entry(name="kernels", target="intarsia_testing.cli_kernels:Kernels", doc="List kernels, check one against its reference, time them here.")]
+    return [
+        Entry(
+            name="kernels",
+            target="intarsia_testing.cli_kernels:Kernels",
+            doc="List kernels, check one against its reference, time them here.",
+        )
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from intarsia.checkpoint import CheckpointManager
 from intarsia.comm import Communicator, SelfCommunicator
@@ -54,11 +54,11 @@ class OverStorage(CheckpointManager):
         **options: Any,
     ):
         from intarsia.checkpoint.config import PosixConfig
-        from intarsia.config import CheckpointConfig
+        from intarsia.config import CheckpointBackendConfig, CheckpointConfig
         from intarsia.plugins import current
 
         plugins = current()
         config_class = plugins.config_class(plugins.registry("checkpoint backend").find(backend))
-        config = CheckpointConfig(backend=config_class(), storage=PosixConfig(), **options)
+        config = CheckpointConfig(backend=cast(CheckpointBackendConfig, config_class()), storage=PosixConfig(), **options)
         super().__init__(config, Path("."), comm or SelfCommunicator(), plugins, facts or {}, exclusive=exclusive, timeout_s=timeout_s)
         self.storage = storage

@@ -3,8 +3,7 @@
     class TestBucket(StorageConformance):
         entry = "my-distribution:bucket"
 
-        def config(self):
-            return BucketConfig(bucket="test")
+        config = BucketConfig(bucket="test")
 
 The promises are those of `intarsia.contracts.Storage` and `Writer`: what the commit protocol of checkpoints rests on.
 """
@@ -14,19 +13,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import pytest
 from intarsia.contracts import Storage
-from intarsia.errors import UsageError
+from intarsia.plugins import current
+
+from intarsia_testing.base import Conformance
+from intarsia_testing.promise import broken
 
 NAMES = ("a.bin", "folder/b.json", "folder/deep er/ü-日本.bin", "folder.x/c", ".hidden/d", "folder/" + "n" * 200)
 ESCAPES = ("../outside", "folder/../../outside", "/outside", "..", "folder//double", "./here")
-
-
-def broken(promise: str, sentence: str) -> NoReturn:
-    """Fail the test: which promise is broken, and by what."""
-    pytest.fail(f"promise `{promise}` is broken: {sentence}", pytrace=False)
 
 
 def put(storage: Storage, name: str, data: bytes = b"data") -> None:
@@ -36,28 +33,17 @@ def put(storage: Storage, name: str, data: bytes = b"data") -> None:
     writer.close()
 
 
-class StorageConformance:
-    """Every promise of a Storage, one test each.
+class StorageConformance(Conformance):
+    """Every promise of `intarsia.contracts.Storage`, one test each.
 
-    Set `entry` ("owner:name", or a short name that is not ambiguous); override `config` where the settings have no defaults. Or override
-    `make`, which gives a storage over `root` (two of one root see the same files), when no entry offers it.
+    Set `entry`, and `config` where the settings have no defaults. Or override `make` when no entry offers the storage.
     """
 
-    entry: ClassVar[str] = ""
-
-    def config(self) -> Any:
-        """Settings of the storage under test; the entry's defaults."""
-        from intarsia.plugins import current
-
-        return current().config_class(current().registry("storage").find(self.entry))()
+    kind: ClassVar[str] = "storage"
 
     def make(self, root: Path) -> Storage:
-        """A storage whose root is `root`, a folder that need not exist."""
-        if not self.entry:
-            raise UsageError(f"{type(self).__name__}: set `entry` to the storage's name, or override `make`.")
-        from intarsia.plugins import current
-
-        return current().build(self.config(), root)
+        """A storage whose root is `root`, a folder that need not exist. Two of one root see the same files."""
+        return current().build(self.given_configs()[0], root)
 
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
