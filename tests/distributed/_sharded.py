@@ -15,7 +15,7 @@ from intarsia.layout import unpack
 from intarsia.mesh import Mesh, check_mesh
 from intarsia.parameters import ParameterTable
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 VOCAB, DIM, HIDDEN, ROWS, TOKENS = 5, 7, 9, 8, 6
 
@@ -68,7 +68,12 @@ class Tiny(nn.Module):
         """Hidden states [B, S, D]."""
         x_BSD = self.embedding(tokens_BS) + self.table.to(self.embedding.weight.dtype)
         for block in (*self.blocks, self.blocks[0]) if self.twice else self.blocks:
-            x_BSD = (checkpoint(block, x_BSD, side, use_reentrant=False) if self.recompute else block(x_BSD, side))["x"]
+            if self.recompute:
+                # To the block's end, not only to the last tensor that backward needs: the hooks after it see a recomputation too.
+                with set_checkpoint_early_stop(False):
+                    x_BSD = checkpoint(block, x_BSD, side, use_reentrant=False)["x"]
+            else:
+                x_BSD = block(x_BSD, side)["x"]
         return self.norm(x_BSD)
 
 

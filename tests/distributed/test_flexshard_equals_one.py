@@ -9,7 +9,7 @@ import pytest
 import torch
 from _sharded import Tiny, batches, make, placements, train
 from _spawn import spawn
-from intarsia.comm import Communicator, SelfCommunicator
+from intarsia.comm import Communicator, FakeCommunicator, SelfCommunicator
 from intarsia.config import MeshConfig
 from intarsia.contracts import Box, Init
 from intarsia.errors import PluginError
@@ -194,6 +194,26 @@ def test_compiled_blocks_give_the_same_numbers() -> None:
         got = train(SelfCommunicator(), {**option, "compute": compute}, sharder({}, "row"))
         tolerance = 2e-5 if compute == "float32" else 0.05
         assert differences(got["losses"], wanted["losses"], tolerance=tolerance) == []
+
+
+def test_communication_is_what_the_contract_says() -> None:
+    """One rank of two, the other one missing: one gather for each forward and each backward of a block, one reduction in the step, as backward leaves."""
+    world = FakeCommunicator(0, 2)
+    model, _, sharded, mesh = make(world, {"twice": False}, sharder({}, "flat"))
+    before_finish = []
+    for number, (tokens_BS, _) in enumerate(batches(0, mesh, 3)):
+        sharded.set_last_micro_batch(number == 2)
+        model(tokens_BS, True).sum().backward()
+        before_finish.append(sharded.parameters()["blocks.1.up.weight"].grad is not None)
+        assert model.blocks[1].up.weight.isnan().all() and not model.norm.weight.isnan().any()
+    sharded.finish_gradients()
+    calls = {name: each.calls for name, each in world.stats().items()}
+    assert before_finish == [False, False, True]
+    assert calls["unshard blocks.1"] == 6 and calls["reduce blocks.1"] == 1
+    assert calls["unshard root"] == 1 and calls["reduce root"] == 1
+    elements = sum(parameter.numel() for parameter in model.blocks[1].parameters())
+    assert 6 * 4 * elements / 2 <= world.stats()["unshard blocks.1"].bytes <= 6 * 4 * (elements / 2 + 4 * 32)
+    assert model.norm.weight.isnan().all()
 
 
 def test_tiny_has_what_makes_sharding_hard() -> None:
