@@ -71,7 +71,7 @@ def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
 
 
 def build_data(built: Built) -> Loader:
-    """Stage data: the training loader and, where the recipe evaluates, the held-out one. Rank 0 goes first: it fills the token cache for all."""
+    """Stage data: the training loader and, where the recipe evaluates, the held-out one."""
     recipe, mesh = built.resolved.recipe, built.mesh
 
     def loader(split: str) -> Loader:
