@@ -60,16 +60,16 @@ def compare_items(manifest: Manifest, items: Items, allow_dtype: Sequence[str]) 
             )
         elif version < item.version and not isinstance(component, Migrates):
             lines.append(f"  {key}: saved in version {version} of its schema, {item.owner} is at {item.version} and cannot migrate")
-        elif kind == "tensor" and item.layout is not None:
-            record = manifest.tensors[key]
-            if record.shape != tuple(item.layout.shape):
-                lines.append(f"  {key}: saved with shape {list(record.shape)}, wanted {list(item.layout.shape)}")
-            elif record.dtype != item.layout.dtype and not _matches(key, allow_dtype):
-                lines.append(f"  {key}: saved in {record.dtype}, wanted {item.layout.dtype} (allow the conversion by name, if it is meant)")
-        elif isinstance(item.value, torch.Tensor) and (record := manifest.tensors.get(key)) is not None:
-            wanted = list(item.value.shape), dtype_name(item.value.dtype, key)
-            if wanted != (list(record.shape), record.dtype):
-                lines.append(f"  {key}: saved as {list(record.shape)} in {record.dtype}, wanted {wanted[0]} in {wanted[1]}")
+        elif isinstance(item.value, torch.Tensor) and kind != "rank":
+            shape = list(item.layout.shape if item.layout else item.value.shape)
+            dtype = dtype_name(item.value.dtype, key)
+            record = manifest.tensors.get(key)
+            if record is None:
+                lines.append(f"  {key}: saved as JSON, wanted as a tensor")
+            elif list(record.shape) != shape:
+                lines.append(f"  {key}: saved with shape {list(record.shape)}, wanted {shape}")
+            elif record.dtype != dtype and not _matches(key, allow_dtype):
+                lines.append(f"  {key}: saved in {record.dtype}, wanted {dtype} (allow the conversion by name, if it is meant)")
     return lines
 
 

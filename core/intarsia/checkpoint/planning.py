@@ -31,7 +31,7 @@ def layout_rank(layout: Layout, mesh: Mapping[str, int], rank: int, world: int, 
         return 0, rank == 0
     coordinates: dict[str, int] = {}
     rest = rank
-    for name, size in reversed(mesh.items()):
+    for name, size in reversed(list(mesh.items())):
         rest, coordinates[name] = divmod(rest, size)
     if math.prod(mesh.values()) != world or any(mesh.get(name) != size for name, size in layout.axes):
         raise PluginError(

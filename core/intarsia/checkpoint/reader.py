@@ -97,7 +97,7 @@ def storage_of_run(run: str | os.PathLike[str], plugins: Plugins | None = None) 
     from intarsia import plugins as registry
 
     chosen = plugins or registry.current()
-    return chosen.build(config.load_saved(run, plugins=chosen).recipe.checkpoint.storage, Path(run).absolute())
+    return chosen.build(config.load_saved(Path(run), plugins=chosen).recipe.checkpoint.storage, Path(run).absolute())
 
 
 def open_checkpoint(path: str | os.PathLike[str], storage: Storage | None = None, plugins: Plugins | None = None) -> Checkpoint:

@@ -52,7 +52,7 @@ class Staged:
         heads = {item.key: {"owner": item.owner, "name": item.name, "kind": item.kind, "version": item.version} for item in self.items}
         heads |= {key: tensor_head(record) for key, record in self.records.items()}
         for key, tensor in self.replicated.items():
-            heads[key]["sha256"] = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+            heads[key]["sha256"] = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
         return heads
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -147,8 +148,8 @@ class StorageConformance(Conformance):
     def test_missing_files(self, storage: Storage) -> None:
         put(storage, "folder/f")
         for name in ("none", "none/f", "folder", "folder/f/below"):
-            self.raises("a missing name is FileNotFoundError", FileNotFoundError, lambda name=name: storage.read(name), f"read({name!r})")
-            self.raises("a missing name is FileNotFoundError", FileNotFoundError, lambda name=name: storage.size(name), f"size({name!r})")
+            self.raises("a missing name is FileNotFoundError", FileNotFoundError, partial(storage.read, name), f"read({name!r})")
+            self.raises("a missing name is FileNotFoundError", FileNotFoundError, partial(storage.size, name), f"size({name!r})")
         self.raises(
             "a missing name is FileNotFoundError",
             FileNotFoundError,
@@ -182,7 +183,7 @@ class StorageConformance(Conformance):
             self.raises(
                 "publish never replaces",
                 FileExistsError,
-                lambda destination=destination: storage.publish("from", destination),
+                partial(storage.publish, "from", destination),
                 f"publishing onto {destination!r}, which is taken,",
             )
         if storage.list() != ["file", "from/a", "to/b"] or storage.read("to/b") != b"old":
@@ -201,7 +202,7 @@ class StorageConformance(Conformance):
             except OSError:
                 outcomes.append("lost")
 
-        run_together([lambda index=index: race(index) for index in range(4)])
+        run_together([partial(race, index) for index in range(4)])
         if outcomes.count("won") != 1 or storage.read("to/a") != storage.read("to/b"):
             broken(
                 "publish is atomic", f"of four publishers of one name exactly one wins, with its whole folder; here: {sorted(outcomes)}."
@@ -226,8 +227,8 @@ class StorageConformance(Conformance):
         (tmp_path / "outside").write_bytes(b"mine")
         put(storage, "a/file")
         for name in ESCAPES:
-            for action in (lambda n: put(storage, n), storage.read, storage.remove, lambda n: storage.publish("a", n)):
-                self.raises("names stay inside", (ValueError, OSError), lambda action=action, name=name: action(name), f"the name {name!r}")
+            for action in (partial(put, storage), storage.read, storage.remove, partial(storage.publish, "a")):
+                self.raises("names stay inside", (ValueError, OSError), partial(action, name), f"the name {name!r}")
         if (tmp_path / "outside").read_bytes() != b"mine":
             broken("names stay inside", "a file outside of the root was changed.")
 
@@ -239,7 +240,7 @@ class StorageConformance(Conformance):
                 writer.write(bytes([index]) * 997)
             writer.close()
 
-        run_together([lambda index=index: work(index) for index in range(8)])
+        run_together([partial(work, index) for index in range(8)])
         for index in range(8):
             if storage.read(f"folder/deep/{index}") != bytes([index]) * 997 * 50:
                 broken("writers may work at once", f"file {index} of 8 that were written at the same time does not hold its own bytes.")

@@ -88,7 +88,8 @@ class SafetensorsFormat:
         files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
         if not files:
             raise UsageError(f"{source} has no .safetensors file.")
-        owner, homes, heads = options.get("owner", "model"), {}, []
+        owner, heads = options.get("owner", "model"), []
+        homes: dict[str, Path] = {}
         for file in files:
             try:
                 with safetensors.safe_open(file, framework="pt") as opened:
