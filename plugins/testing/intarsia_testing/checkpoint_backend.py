@@ -8,7 +8,9 @@ The promises are those of `intarsia.contracts.CheckpointBackend`.
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -167,13 +169,14 @@ class CheckpointBackendConformance(Conformance):
         for backend in self.backends():
             alive: list[Any] = []
 
-            def work(alive: list[Any] = alive) -> Any:
-                import gc
-                import weakref
+            def count(alive: list[Any] = alive) -> int:
+                return sum(reference() is not None for reference in alive)
 
+            def work(alive: list[Any] = alive, count: Any = count) -> Any:
                 for index in range(6):
-                    gc.collect()
-                    if sum(reference() is not None for reference in alive) > 2:
+                    if count() > 2:
+                        gc.collect()
+                    if count() > 2:
                         broken("keeps no tensor", "earlier tensors are still alive while later ones are made: memory grows with the model.")
                     tensor = noise((1000,), "float32", index)
                     alive.append(weakref.ref(tensor))

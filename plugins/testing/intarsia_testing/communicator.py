@@ -45,7 +45,7 @@ class ThreadCommunicator(Communicator):
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         stacked = torch.stack(self.world.swap(self.rank, tensor.clone()))
-        tensor.copy_({"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}[op](0))
+        tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0) if op == "max" else stacked.amin(0))
 
     def _gather(self, local: Tensor, counts: list[int]) -> Tensor:
         return torch.cat(self.world.swap(self.rank, local.clone()))
