@@ -7,18 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import chz
+
 from intarsia import plugins as registry
 from intarsia.checkpoint.manifest import MANIFEST, MARKER
 from intarsia.checkpoint.reader import BASE, Checkpoint, open_checkpoint
-from intarsia.config import ModelConfig, Recipe, TokenizerConfig, load_saved, rebuild
+from intarsia.config import ModelConfig, Recipe, TokenizerConfig, flatten, load_saved, rebuild
 from intarsia.contracts.placement import Box
 from intarsia.contracts.storage import WeightFormat, WeightReader
-from intarsia.errors import UsageError
+from intarsia.errors import CheckpointError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from intarsia.plugins import Plugins
+
+NO_MATTER = ("max_positions", "initial_std", "embedding_std")
 
 OWNER = "model/"
 """What the keys of a checkpoint's weights begin with."""
@@ -65,6 +69,28 @@ class CheckpointWeights:
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """See `Checkpoint.read`."""
         return self.checkpoint.read(OWNER + name, box)
+
+
+def check_fit(weights: WeightReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """CheckpointError, with all that is wrong, unless the weights have exactly the names and shapes that a model wants."""
+    found = weights.shapes()
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} belongs to nothing in the model. {did_you_mean(name, wanted)}" for name in found if name not in wanted]
+    problems += [
+        f"{name} has shape {list(found[name])}, the model's has {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name]) != shape
+    ]
+    if problems:
+        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(f"The weights in {weights.location} do not fit the model:\n  " + "\n  ".join(problems[:8]) + more)
+
+
+def model_differences(recipe: Recipe, model: ModelConfig, plugins: Plugins) -> list[str]:
+    """Where a recipe's model computes something else than `model`, both sides of each. How parameters start is no matter, nor is `max_positions`."""
+    one, other = (flatten(each, plugins) for each in (recipe, chz.replace(recipe, model=model)))
+    paths = [path for path in one | other if path.startswith("model") and path.rpartition(".")[2] not in NO_MATTER]
+    return [f"{path} is {one.get(path)!r}, there {other.get(path)!r}" for path in paths if one.get(path) != other.get(path)]
 
 
 def open_weights(path: str | os.PathLike[str], plugins: Plugins | None = None) -> WeightReader:

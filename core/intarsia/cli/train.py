@@ -37,6 +37,9 @@ class TrainCommand:
             metavar="DIR",
             help="go on with the run in DIR (or --dir, --name, else the newest run of the recipe)",
         )
+        parser.add_argument(
+            "--init-from", metavar="SOURCE", help="begin with the weights of a run, a checkpoint or a Hugging Face folder (train.init_from)"
+        )
         parser.add_argument("--allow-changes", action="store_true", help="resume even where recipe or plugins differ from the checkpoint's")
         parser.add_argument("--processes", type=int, metavar="N", help="start N processes on this machine (or use torchrun)")
         parser.add_argument("--quiet", action="store_true", help="no progress on the terminal; events.jsonl has everything")
@@ -50,6 +53,10 @@ class TrainCommand:
             arguments.overrides.insert(0, arguments.resume)
             arguments.resume = ""
         directory, resuming = _directory(arguments), arguments.resume is not None
+        if arguments.init_from is not None:
+            if resuming:
+                raise UsageError("--init-from begins a new run, --resume goes on with an old one: leave out one of them.")
+            arguments.overrides.append(f"train.init_from={arguments.init_from}")
         resolved = _resolve(arguments, directory)
         if resuming and directory is None:
             directory = newest_run(resolved.recipe.name)

@@ -44,6 +44,10 @@ class TrainConfig(Config):
     deterministic: bool = chz.field(default=False, doc="Ask torch for deterministic algorithms and fail where there is none.")
     device: str = chz.field(default="auto", doc="auto, cpu or cuda.")
     threads: int | None = chz.field(default=None, doc="CPU threads for each process; none: torch's own choice.")
+    init_from: str | None = chz.field(
+        default=None,
+        doc="Where the weights of a new run come from: a run, a checkpoint, or a Hugging Face folder. None: they are drawn by the seed.",
+    )
     log_every: int = chz.field(default=1, doc="Steps between step events.")
 
 

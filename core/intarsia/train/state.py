@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from intarsia.contracts import Optimizer, Run, ShardedModel, StateItem
+from intarsia.checkpoint.weights import check_fit
+from intarsia.contracts import Optimizer, Run, ShardedModel, StateItem, WeightReader
+from intarsia.layout import whole_region
 
 if TYPE_CHECKING:
     from intarsia.parameters import ParameterTable
@@ -40,6 +42,18 @@ class ModelState:
         parameters = self._sharded.parameters().items()
         items = [StateItem("model", name, "tensor", value.detach(), _layout(self._table, name, value)) for name, value in parameters]
         return items + [StateItem("model", name, "replicated", buffer) for name, buffer in self._buffers().items()]
+
+    def fill(self, weights: WeightReader) -> None:
+        """Take weights of the same names and shapes; each rank reads only the boxes that it stores. CheckpointError lists what does not fit."""
+        items = {item.name: item for item in self.state()}
+        check_fit(weights, {name: tuple((item.layout or item.value).shape) for name, item in items.items()})
+        for name, item in items.items():
+            region = whole_region(item.value.shape) if item.layout is None else item.layout.local(self._table.rank_in(item.layout))
+            offset, flat = 0, item.value.view(-1)
+            for box in region:
+                flat[offset : offset + box.numel].copy_(weights.read(name, box).reshape(-1))
+                offset += box.numel
+        self.load_state({name: item.value for name, item in items.items()})
 
     def load_state(self, values: Mapping[str, Any], missing_rank_state: bool = False) -> None:
         """Parameters are in place already; whatever was gathered from them is stale."""

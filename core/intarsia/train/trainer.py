@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -15,6 +16,7 @@ import intarsia
 from intarsia import device as devices
 from intarsia.checkpoint import compare_facts
 from intarsia.checkpoint.commit import load_manifest
+from intarsia.checkpoint.weights import model_differences, open_weights
 from intarsia.comm import Communicator, init_world
 from intarsia.config.resolve import Resolved
 from intarsia.contracts import Run, StepSummary
@@ -29,7 +31,7 @@ from intarsia.train.events import EventLog
 from intarsia.train.profile import profiled
 from intarsia.train.run_directory import PLUGINS, RECIPE, RESOLVED, RunDirectory, default_directory
 from intarsia.train.signals import StopSignals
-from intarsia.train.state import Progress
+from intarsia.train.state import ModelState, Progress
 from intarsia.train.step import Flags, train_step
 
 logger = logging.getLogger("intarsia.train")
@@ -169,6 +171,8 @@ class Trainer:
         built.manager.on_error(lambda step, error: built.hooks.on_checkpoint_error(run=built.run, step=step, error=error))
         if self._request.resume:
             self._resume()
+        elif self._recipe.train.init_from:
+            self._initialise(self._recipe.train.init_from)
         built.random.restore(built.run.step)
         self._write_files()
 
@@ -201,6 +205,15 @@ class Trainer:
         self._directory.write(RECIPE, resolved.recipe_json())
         self._directory.write(RESOLVED, resolved.resolved_json())
         self._directory.write(PLUGINS, self._request.plugins.facts())
+
+    def _initialise(self, source: str) -> None:
+        """Begin with weights that are there already, instead of drawn ones."""
+        built, weights = self._built, open_weights(source, self._request.plugins)
+        ModelState(built.model, built.sharded, built.table).fill(weights)
+        with contextlib.suppress(UsageError):  # weights that do not say which model they are of
+            for difference in model_differences(self._recipe, weights.model, self._request.plugins):
+                built.warn(f"The weights in {weights.location} come from another model: {difference}.")
+        built.event("initialise", location=weights.location)
 
     def _resume(self) -> None:
         built, manager = self._built, self._built.manager

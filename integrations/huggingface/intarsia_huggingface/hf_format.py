@@ -13,7 +13,7 @@ import torch
 from intarsia.checkpoint import Checkpoint, write_checkpoint
 from intarsia.checkpoint.manifest import TensorRecord
 from intarsia.checkpoint.reader import BASE, find_backend, storage_of_run
-from intarsia.checkpoint.weights import CheckpointWeights
+from intarsia.checkpoint.weights import CheckpointWeights, model_differences
 from intarsia.config import Recipe, Resolution, Resolved, TokenizerConfig, flatten, load_saved, resolve
 from intarsia.contracts import Box, ModelEntry
 from intarsia.errors import CheckpointError, NumericsError, UsageError, did_you_mean
@@ -103,7 +103,9 @@ class HFFormat:
             if "recipe" in options:
                 raise UsageError(f"{run} has a recipe already: leave out --option recipe, or import into a new directory.")
             resolved = load_saved(run)
-            check_model(resolved.recipe, folder)
+            differing = model_differences(resolved.recipe, folder.model, current())
+            if differing:
+                raise UsageError(f"The recipe of {run} has another model than {folder.location}:\n  " + "\n  ".join(differing[:12]))
             return resolved
         if "recipe" not in options:
             raise UsageError(
@@ -197,22 +199,6 @@ def converted(tensor: Tensor, dtype: str, name: str) -> Tensor:
                 f"{name}: {lost} values are too large for {dtype} and would become infinite. Choose another dtype (bfloat16)."
             )
     return result
-
-
-def check_model(recipe: Recipe, folder: HFFolder) -> None:
-    """UsageError, with both sides of each difference, unless a recipe's model computes what the folder's does. How parameters start does not matter, nor
-    does `max_positions`."""
-    other = chz.replace(recipe, model=folder.model)
-    sides = [{path: value for path, value in flatten(each, current()).items() if _matters(path)} for each in (recipe, other)]
-    differing = sorted(path for path in sides[0].keys() | sides[1].keys() if sides[0].get(path) != sides[1].get(path))
-    if differing:
-        lines = [f"{path} is {sides[0].get(path)!r}, in {folder.location} {sides[1].get(path)!r}" for path in differing[:12]]
-        more = f"\n  and {len(differing) - 12} more" if len(differing) > 12 else ""
-        raise UsageError("The recipe has another model than the folder:\n  " + "\n  ".join(lines) + more)
-
-
-def _matters(path: str) -> bool:
-    return path.startswith("model") and path.rpartition(".")[2] not in ("max_positions", "initial_std", "embedding_std")
 
 
 def _resolved(recipe: Recipe, name: str) -> Resolved:

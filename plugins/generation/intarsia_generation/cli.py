@@ -91,11 +91,18 @@ class GenerateCommand:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
         streaming = not arguments.json and not arguments.no_stream and len(inputs) * config.samples == 1
-        if streaming and not arguments.chat:
-            _write(prompts[0])
+        # The prompt is shown with the first piece of text: a refusal must not stand behind half an answer.
+        waiting = [] if arguments.chat else [prompts[0]]
+
+        def stream(_: int, text: str) -> None:
+            _write("".join([*waiting, text]))
+            waiting.clear()
+
         start = time.perf_counter()
-        completions = generator.generate(inputs, config, (lambda _, text: _write(text)) if streaming else None, ends)
+        completions = generator.generate(inputs, config, stream if streaming else None, ends)
         seconds_s = time.perf_counter() - start
+        if streaming:
+            stream(0, "\n")
         completions = [dataclasses.replace(each, prompt=prompts[number // config.samples]) for number, each in enumerate(completions)]
         _show(arguments, generator, config, completions, streaming, seconds_s)
         _record(generator, config, completions, seconds_s)
@@ -149,9 +156,7 @@ def _show(
         facts = {"location": generator.location, "step": generator.step, "settings": _settings(config), "seconds_s": seconds_s}
         print(json.dumps({**facts, "completions": [dataclasses.asdict(each) for each in completions]}, indent=2, ensure_ascii=False))
         return
-    if streaming:
-        _write("\n")
-    else:
+    if not streaming:
         for each in completions:
             if len(completions) > 1:
                 sample = f", sample {each.sample + 1}" if config.samples > 1 else ""

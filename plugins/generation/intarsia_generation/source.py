@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from intarsia import device as devices
 from intarsia import ops
-from intarsia.checkpoint.weights import CheckpointWeights, open_weights
+from intarsia.checkpoint.weights import CheckpointWeights, check_fit, open_weights
 from intarsia.config import ModelConfig, TokenizerConfig
 from intarsia.contracts import Tokenizer, WeightReader
-from intarsia.errors import CheckpointError, UsageError, did_you_mean
+from intarsia.errors import UsageError, did_you_mean
 from intarsia.layout import DTYPE_BYTES
 from intarsia.parameters import materialise_buffers
 from intarsia.plugins import Plugins, current
@@ -81,7 +81,7 @@ def fill(weights: WeightReader, plugins: Plugins, device: torch.device, dtype: t
         for name, buffer in model.named_buffers()
         if name.rpartition(".")[2] not in _transient(modules[name.rpartition(".")[0]])
     }
-    _check(weights, {name: tuple(tensor.shape) for name, tensor in (named | kept).items() if name not in aliases})
+    check_fit(weights, {name: tuple(tensor.shape) for name, tensor in (named | kept).items() if name not in aliases})
     for name in named:
         if name not in aliases:
             values = weights.read(name).to(device=device, dtype=dtype)
@@ -97,20 +97,6 @@ def fill(weights: WeightReader, plugins: Plugins, device: torch.device, dtype: t
 
 def _transient(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
-
-
-def _check(weights: WeightReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    found = weights.shapes()
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} belongs to no parameter of the model. {did_you_mean(name, wanted)}" for name in found if name not in wanted]
-    problems += [
-        f"{name} has shape {list(found[name])}, the model's {list(shape)}"
-        for name, shape in wanted.items()
-        if name in found and found[name] != shape
-    ]
-    if problems:
-        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise CheckpointError(f"{weights.location} does not fit its model:\n  " + "\n  ".join(problems[:8]) + more)
 
 
 def _tokenizer(choice: str | TokenizerConfig | None, weights: WeightReader, plugins: Plugins) -> Tokenizer:
