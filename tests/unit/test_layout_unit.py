@@ -73,6 +73,9 @@ def test_runs_are_contiguous_in_both_buffers_and_as_long_as_can_be() -> None:
     assert list(box_runs(box, source, 100, destination, 0)) == [(110, 2, 3), (118, 7, 3)]
     rows = Box((1, 0), (2, 8))
     assert list(box_runs(rows, source, 0, rows, 0)) == [(8, 0, 16)]
+    # Whole in the source only, then whole in the destination only.
+    assert list(box_runs(box, box, 0, destination, 0)) == [(0, 2, 3), (3, 7, 3)]
+    assert list(box_runs(box, source, 0, box, 0)) == [(10, 0, 3), (18, 3, 3)]
     scalar = Box((), ())
     assert list(box_runs(scalar, scalar, 3, scalar, 9)) == [(3, 9, 1)]
     planes = Box((0, 1, 0), (2, 1, 4))
@@ -144,6 +147,9 @@ def test_block_shares_out_whole_tiles_in_few_boxes() -> None:
         (Box((2, 2), (2, 4)),),
     )
     assert one((3, 4, 6), ("dp", 3, BLOCK)).local(1) == (Box((1, 0, 0), (1, 4, 6)),)
+    assert one((3, 5), ("dp", 2, BLOCK)).regions == ((Box((0, 0), (2, 4)),), (Box((0, 4), (2, 1)), Box((2, 0), (1, 5)))), (
+        "edge tiles are short"
+    )
     assert sizes(one((4, 6), ("dp", 2, BLOCK), tile=(4, 3))) == [24, 0], "least common multiple of (2, 2) and (4, 3): one tile"
     for wrong in ((), (0, 2), (1, 1, 1, 1)):
         with pytest.raises(UsageError, match="one, two or three sizes of at least 1"):
@@ -349,6 +355,35 @@ def test_row_to_column_moves_what_is_elsewhere_only() -> None:
     ]
     assert plan.counts(0) == ([0, 2], [0, 2])
     assert simulate(plan, [[0, 1, 2, 3], [4, 5, 6, 7]]) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_what_one_sends_is_what_the_other_takes_in_the_same_order() -> None:
+    members = [Member("a", (5, 3)), Member("b", (6, 7, 2)), Member("c", (2, 9))]
+    src = build_layouts(members, [("r", 2, "replicate"), ("x", 2, FLAT), ("y", 2, FLAT)])["b"].partial("p", 2, "sum")
+    dst = build_layouts(members, [("x", 3, BLOCK), ("y", 2, "replicate")])["b"]
+    plan = transfer(src, dst)
+    pairs = 0
+    for source in range(plan.ranks):
+        for destination in range(plan.ranks):
+            given = [move for move in plan.sends(source) if move.destination == destination]
+            assert given == [move for move in plan.receives(destination) if move.source == source]
+            pairs += len(given) > 1
+    assert pairs > 3, "several boxes go from one rank to another, so that the order matters"
+
+
+def test_boxes_in_any_storage_order_and_of_any_reach() -> None:
+    whole = Layout.whole((4,)).replicate("a", 1)
+    backwards = Layout.whole((4,)).cut("a", [(Box((2,), (2,)), Box((0,), (2,)))])
+    forwards = Layout.whole((4,)).cut("a", [(Box((0,), (2,)), Box((2,), (2,)))])
+    for src, dst in ((backwards, whole), (whole, backwards), (backwards, forwards), (forwards, backwards)):
+        plan = transfer(src, dst)
+        assert plan.sends(0) == plan.receives(0)
+    assert simulate(transfer(backwards, whole), [[2, 3, 0, 1]]) == [[0, 1, 2, 3]]
+    assert simulate(transfer(forwards, backwards), [[0, 1, 2, 3]]) == [[2, 3, 0, 1]]
+    # The first box along the sorted dimension reaches further than those after it.
+    long = Layout.whole((4, 2)).cut("a", [(Box((0, 0), (4, 1)),), *((Box((row, 1), (1, 1)),) for row in range(4))])
+    rows = one((4, 2), ("a", 4, ROW))
+    assert simulate(transfer(long, rows), [[0, 2, 4, 6], [1], [3], [5], [7]]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_replicas_share_the_load_and_meshes_may_differ() -> None:
