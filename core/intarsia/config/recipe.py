@@ -122,6 +122,7 @@ class EvaluationConfig(Config):
     """Evaluation on held-out data."""
 
     every: int | None = chz.field(default=None, doc="Steps between evaluations; none: at the end only; 0: never.")
+    at_start: bool = chz.field(default=False, doc="Evaluate before the first step as well.")
     batches: int = chz.field(default=8, doc="Global batches in one evaluation, always the same ones.")
 
 

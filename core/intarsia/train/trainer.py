@@ -246,6 +246,8 @@ class Trainer:
 
     def _loop(self) -> None:
         built, run = self._built, self._built.run
+        if run.step == 0 and self._recipe.evaluation.at_start:
+            self._evaluate()
         while run.step < self._recipe.train.steps:
             try:
                 with profiled(self._recipe.profile, run.step, run.rank, run.directory):
