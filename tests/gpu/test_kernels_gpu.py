@@ -1,0 +1,24 @@
+"""Our GPU kernels keep the promises of kernels. Runs in the gpu session."""
+
+from __future__ import annotations
+
+import pytest
+from intarsia_testing.kernel import KernelConformance
+
+pytestmark = pytest.mark.gpu
+
+
+class TestSDPAOnGPU(KernelConformance):
+    op, entry, device = "attention", "intarsia-kernels:sdpa", "cuda"
+
+
+class TestFlex(KernelConformance):
+    op, entry = "attention", "intarsia-kernels:flex"
+
+
+class TestVarlen(KernelConformance):
+    op, entry = "attention", "intarsia-kernels:varlen"
+
+
+class TestTritonRMSNorm(KernelConformance):
+    op, entry = "rms_norm", "intarsia-kernels:triton"
