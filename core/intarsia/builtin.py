@@ -24,45 +24,6 @@ def offer_commands() -> Sequence[Entry]:
 
 
 @hookimpl
-def offer_losses() -> Sequence[Entry]:
-    """Losses."""
-    return [
-        Entry(
-            name="cross_entropy",
-            config="intarsia.train.config:CrossEntropyConfig",
-            target="intarsia.train.loss:build",
-            doc="Next-token cross-entropy in chunks, without full logits.",
-        )
-    ]
-
-
-@hookimpl
-def offer_engines() -> Sequence[Entry]:
-    """Engines that run forward and backward."""
-    return [
-        Entry(
-            name="eager",
-            config="intarsia.train.config:EagerConfig",
-            target="intarsia.train.engine:build",
-            doc="Runs the model as it is written, with compiled and recomputed regions.",
-        )
-    ]
-
-
-@hookimpl
-def offer_sharders() -> Sequence[Entry]:
-    """Runtimes that keep parameters as shards."""
-    return [
-        Entry(
-            name="whole",
-            config="intarsia.train.config:WholeConfig",
-            target="intarsia.train.whole:build",
-            doc="One process holds every parameter whole.",
-        )
-    ]
-
-
-@hookimpl
 def offer_storages() -> Sequence[Entry]:
     """Places where checkpoints go."""
     return [
@@ -73,9 +34,3 @@ def offer_storages() -> Sequence[Entry]:
             doc="Files on a local or network file system.",
         )
     ]
-
-
-@hookimpl
-def offer_metric_sinks() -> Sequence[Entry]:
-    """Receivers of a run's events."""
-    return []

@@ -157,7 +157,8 @@ def offer_schedules() -> Sequence[Entry]:
 
 @offer("engine", base="intarsia.config:EngineConfig")
 def offer_engines() -> Sequence[Entry]:
-    """Engines that run forward and backward. Target: `build(config, model, loss) -> Engine`."""
+    """Engines that run forward and backward. Target: `build(config, model, loss, recipe) -> Engine`, which also does what the recipe's `compile` and
+    `recompute` ask for."""
 
 
 @offer("sharder", base="intarsia.config:SharderConfig")

@@ -16,8 +16,8 @@ from intarsia.errors import PluginError
 from intarsia.layout import Layout
 from intarsia.mesh import Mesh, check_mesh
 from intarsia.parameters import ParameterInfo, ParameterTable
-from intarsia.train.config import WholeConfig
-from intarsia.train.whole import build as build_whole
+from intarsia_eager.config import WholeConfig
+from intarsia_eager.whole import build as build_whole
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.runtime import build as build_flexshard
 

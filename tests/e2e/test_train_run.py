@@ -94,7 +94,7 @@ def test_a_run_leaves_what_the_documentation_says(unbroken: Path, capsys: pytest
     end = events(unbroken, "run_end")[0]
     assert (end["outcome"], end["step"], end["checkpoint_step"], end["error"]) == ("done", 8, 8, None)
     decisions = json.loads((unbroken / "resolved.json").read_text())["decisions"]
-    assert decisions["sharder"]["value"] == "intarsia:whole" and decisions["kernels.attention"]["reason"]
+    assert decisions["sharder"]["value"] == "intarsia-eager:whole" and decisions["kernels.attention"]["reason"]
     assert main(["show", str(unbroken)]) == 0
     shown = capsys.readouterr().out
     assert "outcome      done" in shown and "evaluation.bits_per_byte" in shown and "8 of 8" in shown

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from intarsia.checkpoint.config import PosixConfig
 from intarsia.config import CheckpointConfig, DataConfig, EvaluationConfig, MixturePart, Recipe, TrainConfig
-from intarsia.train.config import CrossEntropyConfig, EagerConfig, WholeConfig
 from intarsia_checkpoint_stream.config import StreamConfig
 from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
+from intarsia_eager.config import CrossEntropyConfig, EagerConfig, WholeConfig
 from intarsia_llama3.config import llama3
 from intarsia_optimizers.config import AdamWConfig, CosineConfig
 

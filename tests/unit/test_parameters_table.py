@@ -12,9 +12,9 @@ from intarsia.contracts import Init, Regions
 from intarsia.errors import PluginError, UsageError
 from intarsia.mesh import Mesh, check_mesh
 from intarsia.parameters import ParameterTable
-from intarsia.train.config import WholeConfig
-from intarsia.train.whole import Whole, WholeModel
-from intarsia.train.whole import build as build_whole
+from intarsia_eager.config import WholeConfig
+from intarsia_eager.whole import Whole, WholeModel
+from intarsia_eager.whole import build as build_whole
 from torch import nn
 
 

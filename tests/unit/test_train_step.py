@@ -13,9 +13,9 @@ from intarsia.comm import SelfCommunicator
 from intarsia.contracts import IGNORE, Batch, LossSum, Run
 from intarsia.errors import DistributedError, NumericsError
 from intarsia.train.built import Built
-from intarsia.train.engine import EagerEngine
 from intarsia.train.evaluate import evaluate
 from intarsia.train.step import Flags, agree_on_tokens, clip, train_step
+from intarsia_eager.engine import EagerEngine
 from torch import Tensor, nn
 
 

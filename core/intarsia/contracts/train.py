@@ -105,7 +105,7 @@ class Sharder(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Runs forward and backward of one micro-batch. Built by `target(config, model, loss)`. Stability: provisional."""
+    """Runs forward and backward of one micro-batch. Built by `target(config, model, loss, recipe)`. Stability: provisional."""
 
     def micro_batch(self, batch: Batch, scale: float) -> LossSum:
         """Forward, loss, and backward of `total * scale`. Returns detached sums."""

@@ -17,9 +17,7 @@ from intarsia.device import capabilities
 from intarsia.errors import UsageError
 from intarsia.mesh import Mesh
 from intarsia.parameters import ParameterTable
-from intarsia.train import engine as regions
 from intarsia.train.built import DATA_AXES, Built
-from intarsia.train.config import WholeConfig
 from intarsia.train.groups import freeze, optimizer_groups
 from intarsia.train.state import ModelState, OptimizerState, RandomState
 
@@ -115,9 +113,10 @@ def build_parameters(built: Built) -> Any:
     precision = recipe.precision
     built.table = ParameterTable.from_model(built.model, precision.master, precision.compute, precision.reduce, recipe.train.seed)
     config = recipe.sharder
-    if built.world.size == 1 and precision.master == precision.compute == precision.reduce:
-        config = WholeConfig()
-        built.resolved.decide("sharder", "intarsia:whole", "one process and one dtype: there is nothing to shard or cast")
+    whole = [entry for entry in built.plugins.registry("sharder").entries() if entry.name == "whole"]
+    if whole and built.world.size == 1 and precision.master == precision.compute == precision.reduce:
+        config = built.plugins.config_class(whole[0])()
+        built.resolved.decide("sharder", whole[0].full_name, "one process and one dtype: there is nothing to shard or cast")
     built.sharded = built.plugins.build(config).shard(built.model, built.table, built.mesh, built.world)
     return built.sharded
 
@@ -136,11 +135,10 @@ def build_optimizer(built: Built) -> Any:
 
 
 def build_engine(built: Built) -> Any:
-    """Stage engine: the loss, compiled and recomputed regions, the engine, and modules with state of their own."""
+    """Stage engine: the loss, the engine, and modules with state of their own."""
     recipe = built.resolved.recipe
     built.loss = built.plugins.build(recipe.loss)
-    regions.prepare_regions(built.model, recipe.compile, recipe.recompute)
-    built.engine = built.plugins.build(recipe.engine, built.model, built.loss)
+    built.engine = built.plugins.build(recipe.engine, built.model, built.loss, recipe)
     built.step_states = [module for module in built.model.modules() if isinstance(module, StepState)]
     built.model.train()
     return built.engine

@@ -19,9 +19,9 @@ from intarsia.config import (
     RecomputeConfig,
     TrainConfig,
 )
-from intarsia.train.config import CrossEntropyConfig, EagerConfig
 from intarsia_checkpoint_stream.config import StreamConfig
 from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
+from intarsia_eager.config import CrossEntropyConfig, EagerConfig
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_optimizers.config import AdamWConfig, CosineConfig, MuonConfig, WSDConfig
 

@@ -1,10 +1,9 @@
-"""Settings of core's own loss, engine and sharder. Torch-free."""
+"""Settings of the loss, the engine and the sharder. Torch-free."""
 
 from __future__ import annotations
 
 import chz
-
-from intarsia.config.bases import EngineConfig, LossConfig, SharderConfig
+from intarsia.config import EngineConfig, LossConfig, SharderConfig
 
 
 @chz.chz(typecheck=True)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+from intarsia.config import CompileConfig, Recipe, RecomputeConfig
+from intarsia.contracts import Batch, Loss, LossSum, Model
+from intarsia.errors import UsageError, did_you_mean
+from intarsia.train.context import TrainContext, windows_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from intarsia.config import CompileConfig, RecomputeConfig
-from intarsia.contracts import Batch, Loss, LossSum, Model
-from intarsia.errors import UsageError, did_you_mean
-from intarsia.train.config import EagerConfig
-from intarsia.train.context import TrainContext, windows_of
+from intarsia_eager.config import EagerConfig
 
 
 class EagerEngine:
@@ -41,8 +41,9 @@ class EagerEngine:
         return self._loss(self._model, hidden_BSD, batch)
 
 
-def build(config: EagerConfig, model: nn.Module, loss: Loss) -> EagerEngine:
+def build(config: EagerConfig, model: nn.Module, loss: Loss, recipe: Recipe) -> EagerEngine:
     """The entry's target."""
+    prepare_regions(model, recipe.compile, recipe.recompute)
     return EagerEngine(model, loss)
 
 

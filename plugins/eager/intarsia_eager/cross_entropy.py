@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from intarsia import ops
 from intarsia.contracts import IGNORE, Batch, LossSum, Model
 from intarsia.errors import UsageError
-from intarsia.train.config import CrossEntropyConfig
+from torch import Tensor
+
+from intarsia_eager.config import CrossEntropyConfig
 
 
 class CrossEntropy:

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import nn
-
 from intarsia.comm import Communicator
 from intarsia.errors import UsageError
 from intarsia.layout import Layout, whole_region
 from intarsia.mesh import Mesh
 from intarsia.parameters import ParameterTable, materialise_buffers
-from intarsia.train.config import WholeConfig
+from torch import nn
+
+from intarsia_eager.config import WholeConfig
 
 
 def build(config: WholeConfig) -> Whole:
