@@ -52,7 +52,10 @@ class HFFormat:
         _check_options(options, ("dtype", "shard_size"))
         limit = parse_size(options.get("shard_size", str(SHARD_BYTES)))
         weights = CheckpointWeights(checkpoint, _run_of(checkpoint), current())
-        writer = Export(weights, options.get("dtype"))
+        dtype = options.get("dtype")
+        if dtype is not None and dtype not in FLOATING:
+            raise UsageError(f"Weights cannot be in dtype {dtype!r}. {did_you_mean(dtype, FLOATING)}")
+        writer = Export(weights, dtype)
         folder.mkdir(parents=True, exist_ok=True)
         groups = list(shards(writer.heads(), limit))
         files, places = [], {}

@@ -37,9 +37,9 @@ class IncrementalText:
 
     def finish(self) -> str:
         """Nothing follows: what was held back."""
-        self._take(self._decode())
+        shown = self._take(self._decode())
         rest, self._shown = self.text[self._shown :], len(self.text)
-        return rest
+        return shown + rest
 
     def _decode(self) -> str:
         """The text of the tokens that are not read yet. They are decoded behind those before, on which spaces may depend."""
