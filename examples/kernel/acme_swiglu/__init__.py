@@ -1,0 +1,1 @@
+"""SwiGLU that keeps only its inputs for backward, as an opaque operator."""

@@ -1,0 +1,1 @@
+"""A placement that gives each rank one row block from either end."""
