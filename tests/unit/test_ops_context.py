@@ -8,9 +8,9 @@ from intarsia import ops
 from intarsia.contracts import Batch
 from intarsia.errors import UsageError
 from intarsia.plugins import current
-from intarsia.train.context import TrainContext, positions_of, windows_of
+from intarsia.train.context import TrainContext, windows_of
 from intarsia_llama3.config import llama3
-from intarsia_testing.model import documents_of, fill, packed_context
+from intarsia_testing.model import documents_of, fill, packed_context, positions_of
 
 
 def test_positions_restart_with_each_document():

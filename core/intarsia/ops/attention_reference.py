@@ -79,7 +79,7 @@ def attention(
     `softcap` c makes scores `c * tanh(scores / c)`; `sinks_H` adds one logit to each head's denominator. Scores and softmax are
     in float32 or better. `packing` repeats on the host what documents say of rows with S == T; it never changes the result.
     """
-    rows, queries, heads, head_dim = q_BSHD.shape
+    rows, queries, heads = q_BSHD.shape[:3]
     keys, kv_heads = k_BTKD.shape[1:3]
     dtype = q_BSHD.dtype if q_BSHD.dtype == torch.float64 else torch.float32
     q_BKGSD = q_BSHD.to(dtype).unflatten(2, (kv_heads, heads // kv_heads)).permute(0, 2, 3, 1, 4)
@@ -88,38 +88,18 @@ def attention(
     sinks_KG = None if sinks_H is None else sinks_H.to(dtype).unflatten(0, (kv_heads, -1))
     chunk = max(1, min(queries, SCORE_ELEMENTS // max(1, rows * heads * keys)))
     several = chunk < queries
-    seen_BST = functools.partial(_seen, queries, keys, window, documents_q_BS, documents_k_BT, positions_q_BS, positions_k_BT)
+    # Without recomputation backward would keep every chunk's scores: all of [S, T].
+    attend = functools.partial(checkpoint, _attend, use_reentrant=False) if several and torch.is_grad_enabled() else _attend
+    if positions_q_BS is None:
+        positions_q_BS = torch.arange(keys - queries, keys, device=q_BSHD.device)[None]
     out = []
     for start in range(0, queries, chunk):
-        stop = min(start + chunk, queries)
-        if several and torch.is_grad_enabled():  # without recomputation backward would keep every chunk's scores: all of [S, T]
-            part = checkpoint(
-                _attend, q_BKGSD[:, :, :, start:stop], k_BKDT, v_BKTD, sinks_KG, scale, softcap, seen_BST, start, stop, use_reentrant=False
-            )
-        else:
-            part = _attend(q_BKGSD[:, :, :, start:stop], k_BKDT, v_BKTD, sinks_KG, scale, softcap, seen_BST, start, stop)
-        out.append(part)
+        chosen = slice(start, start + chunk)
+        documents = None if documents_q_BS is None else documents_q_BS[:, chosen]
+        mask = (window, documents, documents_k_BT, positions_q_BS[:, chosen], positions_k_BT)
+        out.append(attend(q_BKGSD[:, :, :, chosen], k_BKDT, v_BKTD, sinks_KG, scale, softcap, mask))
     y_BKGSD = torch.cat(out, 3) if several else out[0] if out else q_BKGSD.new_zeros(*q_BKGSD.shape[:-1], v_BKTD.shape[-1])
     return y_BKGSD.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q_BSHD.dtype)
-
-
-def _seen(
-    queries: int,
-    keys: int,
-    window: int | None,
-    documents_q_BS: Tensor | None,
-    documents_k_BT: Tensor | None,
-    positions_q_BS: Tensor | None,
-    positions_k_BT: Tensor | None,
-    start: int,
-    stop: int,
-    device: torch.device,
-) -> Tensor:
-    """`visible` for queries start..stop."""
-    if positions_q_BS is None:
-        positions_q_BS = torch.arange(keys - queries, keys, device=device)[None]
-    documents = None if documents_q_BS is None else documents_q_BS[:, start:stop]
-    return visible(stop - start, keys, device, window, documents, documents_k_BT, positions_q_BS[:, start:stop], positions_k_BT)
 
 
 def _attend(
@@ -129,16 +109,14 @@ def _attend(
     sinks_KG: Tensor | None,
     scale: float,
     softcap: float | None,
-    seen: Any,
-    start: int,
-    stop: int,
+    mask: tuple[Any, ...],
 ) -> Tensor:
-    """softmax(q k^T) v of some queries over all keys."""
+    """softmax(q k^T) v of some queries over all keys; `mask` are the arguments of `visible` from `window` on."""
     groups, queries = q_BKGSD.shape[2:4]
     scores_BKGST = torch.matmul((q_BKGSD * scale).flatten(2, 3), k_BKDT).unflatten(2, (groups, queries))
     if softcap is not None:
         scores_BKGST = softcap * torch.tanh(scores_BKGST / softcap)
-    seen_BST = seen(start, stop, scores_BKGST.device)
+    seen_BST = visible(queries, k_BKDT.shape[-1], scores_BKGST.device, *mask)
     # The lowest finite number and not -inf: a row that sees nothing must give 0, not NaN, in backward as well.
     scores_BKGST = scores_BKGST.masked_fill(~seen_BST[:, None, None], torch.finfo(scores_BKGST.dtype).min)
     if sinks_KG is not None:

@@ -58,9 +58,6 @@ class Operator:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._run(*arguments, **named)
 
-    def __repr__(self) -> str:
-        return f"<operator {self.name}: {self.choice.kernel}>"
-
     def put(self, choice: Choice) -> None:
         """Put a choice in force."""
         self.choice = choice
@@ -152,10 +149,9 @@ def _recorded(op: Operator, run: Function, calls: list[Call]) -> Function:
     def recorded(*arguments: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
             tensors = {str(k): v for k, v in (*enumerate(arguments), *named.items()) if isinstance(v, torch.Tensor)}
-            taken = supports is None or supports(*arguments, **named) is None
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-            calls.append(Call(op.name, kernel if taken else "reference", shapes, dtypes))
+            taken = supports is None or supports(*arguments, **named) is None
+            calls.append(Call(op.name, kernel if taken else "reference", {name: tuple(t.shape) for name, t in tensors.items()}, dtypes))
         return run(*arguments, **named)
 
     return recorded

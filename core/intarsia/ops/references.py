@@ -31,12 +31,10 @@ def rope(x_BSHD: Tensor, cos_BSd: Tensor, sin_BSd: Tensor, interleaved: bool = F
     x, rest = (x_BSHD, None) if x_BSHD.shape[-1] == 2 * d else x_BSHD.split((2 * d, x_BSHD.shape[-1] - 2 * d), -1)
     cos, sin = cos_BSd.unsqueeze(-2), sin_BSd.unsqueeze(-2)
     first, second = x.unflatten(-1, (d, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
-    if x.dtype != cos.dtype:
-        first, second = first.to(cos.dtype), second.to(cos.dtype)
+    first, second = first.to(cos.dtype), second.to(cos.dtype)
     turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
     y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    y = y.to(x.dtype)
-    return y if rest is None else torch.cat((y, rest), -1)
+    return y.to(x.dtype) if rest is None else torch.cat((y.to(x.dtype), rest), -1)
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from intarsia.contracts import KernelEntry
@@ -12,6 +15,9 @@ from intarsia.ops.operator import Choice, Operator, find, operators
 
 if TYPE_CHECKING:
     from intarsia.plugins import Plugins
+
+MEASUREMENTS = "INTARSIA_KERNEL_MEASUREMENTS"
+"""The environment variable that names a file of measurements of this machine."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,26 +52,36 @@ def select(
     Arguments: `kernels` maps operator names or `*` to a kernel's name, `reference` or `auto` (what is not mapped is `auto`); `capabilities` is what
     this machine has (`intarsia.device.capabilities()`); `dtype` the compute dtype's name; `compiled` says that the model runs in
     compiled regions; `invariant` admits only what promises results independent of the batch around a row; `measured` maps
-    kernels' full names to their speed over the reference inside a compiled region on this machine (more than 1: faster).
+    kernels' full names to their speed over the reference inside a compiled region on this machine (more than 1: faster); None: the file that
+    INTARSIA_KERNEL_MEASUREMENTS names, as `intarsia kernels bench --compiled --save FILE` writes it.
 
     Raises UsageError for an unknown operator or kernel (with the nearest), for a named kernel that this run cannot use (with what is
     missing), and in invariant mode where nothing fits. Stability: provisional.
     """
     entries = [entry for entry in plugins.registry("kernel").entries() if isinstance(entry, KernelEntry)]
-    for op in kernels:
-        if op != "*":
-            find(op)
+    for named in set(kernels) - {"*"}:
+        find(named)
     default = kernels.get("*", "auto")
     if default not in ("auto", "reference") and not any(_named(entry, default) for entry in entries):
-        names = {entry.name for entry in entries} | {"auto", "reference"}
-        raise UsageError(f"No operator has a kernel {default!r} (asked for by kernels.*). {did_you_mean(default, names)}")
-    context = _Context(plugins, frozenset(capabilities), dtype, compiled, invariant, measured or {})
+        hint = did_you_mean(default, {entry.name for entry in entries} | {"auto", "reference"})
+        raise UsageError(f"No operator has a kernel {default!r} (asked for by kernels.*). {hint}")
+    context = _Context(plugins, frozenset(capabilities), dtype, compiled, invariant, _recorded() if measured is None else measured)
     choices = {}
     for name, op in operators().items():
         own = [entry for entry in entries if entry.op == name]
         wanted = kernels.get(name) or (default if default == "reference" or any(_named(entry, default) for entry in own) else "auto")
         choices[name] = context.automatic(op, own) if wanted == "auto" else context.named(op, own, wanted)
     return Selection(choices)
+
+
+def _recorded() -> Mapping[str, float]:
+    path = os.environ.get(MEASUREMENTS)
+    if not path:
+        return {}
+    try:
+        return {str(name): float(speed) for name, speed in json.loads(Path(path).read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{MEASUREMENTS} names {path}, which cannot be read as measurements of kernels: {error}") from error
 
 
 def _named(entry: KernelEntry, name: str) -> bool:
@@ -115,7 +131,7 @@ class _Context:
         return self.choice(found[0], "asked for")
 
     def automatic(self, op: Operator, entries: Sequence[KernelEntry]) -> Choice:
-        skipped = []
+        skipped: list[str] = []
         for entry in sorted(entries, key=lambda entry: (-entry.priority, entry.full_name)):
             reason = self.obstacle(entry) or self.unattractive(op, entry)
             if reason is None:

@@ -6,12 +6,12 @@ Shape suffixes: B rows, S tokens, H query heads, K key/value heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from intarsia import ops
+from intarsia.contracts import Mixer
 from intarsia.errors import UsageError
 
 if TYPE_CHECKING:
@@ -87,24 +87,12 @@ class TrainContext:
 
     def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
         """Refused: attention by an indexer needs a context that keeps index keys."""
-        self._refuse("indexed", mixer)
-
-    def _refuse(self, kind: str, mixer: str) -> NoReturn:
-        raise UsageError(
-            f"Mixer {mixer!r} asks for a context of kind {kind!r}, which {type(self).__name__} does not serve (it serves softmax, latent, recurrent)."
-        )
+        served = "it serves softmax, latent and recurrent mixers"
+        raise UsageError(f"Mixer {mixer!r} asks for a context of kind 'indexed', which {type(self).__name__} does not serve ({served}).")
 
 
 def windows_of(model: nn.Module) -> tuple[int | None, ...]:
     """The attention windows that a model's mixers declare in their caches, for TrainContext."""
-    specs = [module.cache_spec() for module in model.modules() if hasattr(module, "cache_spec")]
+    specs = [module.cache_spec() for module in model.modules() if isinstance(module, Mixer)]
     windows = dict.fromkeys(cache.window for spec in specs for cache in spec.caches)
     return tuple(windows) or (None,)
-
-
-def positions_of(documents_BS: Tensor) -> Tensor:
-    """int64 positions that restart where the document number changes along a row."""
-    index_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
-    starts_BS = torch.zeros_like(documents_BS, dtype=torch.bool)
-    starts_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
-    return index_S - torch.where(starts_BS, index_S, 0).cummax(1).values

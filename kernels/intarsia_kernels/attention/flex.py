@@ -31,7 +31,7 @@ def attention(
     mask = None if packing is None else packing.prepared.get(("flex", window))
     if mask is None:
         mask = _block_mask(q_BSHD.shape[0], q_BSHD.shape[1], window, documents_k_BT, q_BSHD.device)
-    run = flex.flex_attention if torch.compiler.is_compiling() else _compiled()
+    run: Any = flex.flex_attention if torch.compiler.is_compiling() else _compiled()
     named: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q_BSHD.shape[2] != k_BTKD.shape[2]}
     if softcap is not None:
         named["score_mod"] = _softcap(softcap)
@@ -64,7 +64,8 @@ def supports(
 def prepare(packing: Packing, windows: Sequence[int | None], documents_BS: Tensor) -> None:
     """Make the block mask of each window once for a batch."""
     for window in windows:
-        packing.prepared["flex", window] = _block_mask(*documents_BS.shape, window, documents_BS, documents_BS.device)
+        rows, tokens = documents_BS.shape
+        packing.prepared["flex", window] = _block_mask(rows, tokens, window, documents_BS, documents_BS.device)
 
 
 attention.supports = supports  # type: ignore[attr-defined]

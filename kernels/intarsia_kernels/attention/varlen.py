@@ -37,7 +37,8 @@ def attention(
         starts = packing.prepared["varlen"]
     named = _settings(window, q_BSHD.shape[2] != k_BTKD.shape[2], scale)
     q_NHD, k_NKD, v_NKD = q_BSHD.flatten(0, 1), k_BTKD.flatten(0, 1), v_BTKD.flatten(0, 1)
-    return varlen_attn(q_NHD, k_NKD, v_NKD, starts, starts, tokens, tokens, **named).unflatten(0, (rows, tokens))
+    y_NHD: Any = varlen_attn(q_NHD, k_NKD, v_NKD, starts, starts, tokens, tokens, **named)
+    return y_NHD.unflatten(0, (rows, tokens))
 
 
 def supports(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -55,7 +56,7 @@ def _list(as_json: bool) -> int:
     from intarsia.ops import operators
 
     here = capabilities()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for op in operators():
         for entry in sorted((e for e in _entries() if e.op == op), key=lambda e: -e.priority):
             lacking = [need for need in entry.needs if need not in here]
@@ -146,7 +147,7 @@ def _time_operator(op: str, entries: list[KernelEntry], dtype: Any, device: str,
         if supports is not None and supports(**named) is not None:
             continue
         run = torch.compile(function, fullgraph=True) if arguments.compiled else function
-        forward = _median(lambda run=run, named=named: run(**named), device, arguments.repeat)
+        forward = _median(functools.partial(run, **named), device, arguments.repeat)
         leaves = [value for value in named.values() if isinstance(value, torch.Tensor) and value.requires_grad]
 
         def both(run: Callable[..., Any] = run, named: dict[str, Any] = named, leaves: list[Any] = leaves) -> None:

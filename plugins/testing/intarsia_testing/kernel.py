@@ -252,12 +252,12 @@ class KernelConformance(Conformance):
             except Exception as error:
                 broken("in_compile", f"{case.label}: torch.compile(fullgraph=True) refuses it: {str(error).splitlines()[:1]}")
             plain = self._run(case, dtype)
-            error = max(
+            off = max(
                 float((found[name] - plain[name]).abs().max()) / float(plain[name].abs().max().clamp_min(1e-30))
                 for name in plain
                 if plain[name].numel()
             )
-            keep("in_compile", error <= 10 * self._bound("output", dtype), f"{case.label}: compiled it is off by {error:.1e} from itself.")
+            keep("in_compile", off <= 10 * self._bound("output", dtype), f"{case.label}: compiled it is off by {off:.1e} from itself.")
 
 
 def check(op: str, entry: str, present: tuple[str, ...] = (), device: str = "") -> Iterator[tuple[str, str, str]]:

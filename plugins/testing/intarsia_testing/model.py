@@ -21,7 +21,7 @@ from intarsia.config import ModelConfig
 from intarsia.contracts import Box, Entry, Mixer, ModelEntry
 from intarsia.parameters import ParameterTable
 from intarsia.plugins import current, import_reference
-from intarsia.train.context import TrainContext, positions_of
+from intarsia.train.context import TrainContext
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -66,6 +66,14 @@ def documents_of(lengths: tuple[tuple[int, ...], ...]) -> Tensor:
     return torch.stack(rows)
 
 
+def positions_of(documents_BS: Tensor) -> Tensor:
+    """int64 positions that restart where the document number changes along a row."""
+    index_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
+    starts_BS = torch.zeros_like(documents_BS, dtype=torch.bool)
+    starts_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    return index_S - torch.where(starts_BS, index_S, 0).cummax(1).values
+
+
 def packed_context(lengths: tuple[tuple[int, ...], ...]) -> TrainContext:
     """The context of rows that pack documents of these lengths."""
     documents_BS = documents_of(lengths)
@@ -81,7 +89,7 @@ def fill(model: nn.Module, seed: int = 0, std: float | None = None) -> nn.Module
         for name, parameter in model.named_parameters():
             table.fill(name, (Box.whole(tuple(parameter.shape)),), parameter.data.view(-1), seed)
             if std is not None:
-                parameter += std * torch.randn(parameter.shape, generator=noise)
+                parameter.add_(std * torch.randn(parameter.shape, generator=noise))
     model.fill_buffers()  # type: ignore[operator]
     return model
 

@@ -40,7 +40,7 @@ class ParityTests:
         model = self.reference().float().eval()
         with torch.no_grad():
             for parameter in model.parameters():  # so that norms are not all ones and biases not all zero
-                parameter += self.noise * torch.randn_like(parameter)
+                parameter.add_(self.noise * torch.randn_like(parameter))
         return model
 
     def _both(self) -> tuple[Any, Any, Any]:

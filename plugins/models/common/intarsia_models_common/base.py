@@ -45,7 +45,7 @@ class LanguageModel(nn.Module):
         self.rope = self.build_rope()
         self.layers = nn.ModuleList([build(block, self.scope_of(i)) for i, block in enumerate(config.layers)])
         self.norm = build(config.norm, self.scope_of(None).inside("norm"))
-        self.head = Linear(config.dim, config.vocab_size, config.dim**-0.5)
+        self.head = Linear(config.dim, config.vocab_size, config.initial_std)
         if config.tied:
             self.head.weight = self.tok_embeddings.weight
 
@@ -99,8 +99,9 @@ class LanguageModel(nn.Module):
         """Every parameter's start, as the component that owns it says."""
         found: dict[str, Init] = {}
         for prefix, module in self.named_modules():
-            if module is not self and hasattr(module, "inits"):
-                found.update({f"{prefix}.{name}": init for name, init in module.inits().items()})
+            say = getattr(module, "inits", None)
+            if module is not self and say is not None:
+                found.update({f"{prefix}.{name}": init for name, init in say().items()})
         names = [name for name, _ in self.named_parameters()]
         missing = [name for name in names if name not in found]
         if missing:
@@ -111,8 +112,9 @@ class LanguageModel(nn.Module):
     def fill_buffers(self) -> None:
         """Recompute what modules derive from their configs (rope frequencies)."""
         for module in self.modules():
-            if module is not self and hasattr(module, "fill_buffers"):
-                module.fill_buffers()
+            fill = getattr(module, "fill_buffers", None)
+            if module is not self and fill is not None:
+                fill()
 
     def flops_per_token(self, sequence_tokens: int) -> float:
         """Three times the forward pass: 2 for each weight of each projection, and the mixers' own."""
@@ -120,6 +122,8 @@ class LanguageModel(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 forward += 2.0 * module.in_features * module.out_features
-            elif hasattr(module, "mixing_flops_per_token"):
-                forward += module.mixing_flops_per_token(sequence_tokens)
+                continue
+            mixing = getattr(module, "mixing_flops_per_token", None)
+            if mixing is not None:
+                forward += mixing(sequence_tokens)
         return 3.0 * forward
