@@ -15,22 +15,6 @@ def offer_commands() -> Sequence[Entry]:
     """The commands that work without any other plugin."""
     return [
         Entry(name="train", target="intarsia.cli.train:command", doc="Train a model by a recipe, or go on with a run."),
-        Entry(
-            name="checkpoint", target="intarsia.cli.checkpoint:command", doc="List, show, verify, compare, export and import checkpoints."
-        ),
         Entry(name="config", target="intarsia.cli.config:command", doc="Print a recipe as it is resolved, and who set each value."),
         Entry(name="plugins", target="intarsia.cli.plugins:command", doc="List, show and check plugins; trace hook calls."),
-    ]
-
-
-@hookimpl
-def offer_storages() -> Sequence[Entry]:
-    """Places where checkpoints go."""
-    return [
-        Entry(
-            name="posix",
-            config="intarsia.checkpoint.config:PosixConfig",
-            target="intarsia.checkpoint.posix:build",
-            doc="Files on a local or network file system.",
-        )
     ]

@@ -116,7 +116,8 @@ def offer_checkpoint_formats() -> Sequence[Entry]:
 
 @offer("storage", base="intarsia.config:StorageConfig")
 def offer_storages() -> Sequence[Entry]:
-    """Places where checkpoints go. Target: `build(config, root) -> Storage`, root being the run directory or the location the user named."""
+    """Places where checkpoints go. Target: `build(config, root) -> Storage`, root being the run directory or the location the user named.
+    The entry called `posix` is what opens a checkpoint that is named by a path alone."""
 
 
 @offer("environment", base="intarsia.config:EnvironmentConfig")

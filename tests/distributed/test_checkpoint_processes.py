@@ -29,7 +29,7 @@ def state(rank: int, world: int, filled: bool) -> Any:
 
 
 def save(world: Any, folder: str) -> str:
-    from intarsia.checkpoint.posix import PosixStorage
+    from intarsia_checkpoint_posix.storage import PosixStorage
     from intarsia_testing.stateful import OverStorage
 
     manager = OverStorage(PosixStorage(folder), world, {"mesh": {"dp_shard": world.size}})
@@ -40,7 +40,7 @@ def save(world: Any, folder: str) -> str:
 
 
 def load(world: Any, folder: str) -> Any:
-    from intarsia.checkpoint.posix import PosixStorage
+    from intarsia_checkpoint_posix.storage import PosixStorage
     from intarsia_testing.stateful import OverStorage
 
     manager = OverStorage(PosixStorage(folder), world, {"mesh": {"dp_shard": world.size}})

@@ -13,12 +13,12 @@ import pytest
 import torch
 from intarsia import plugins
 from intarsia.checkpoint import open_checkpoint
-from intarsia.checkpoint.posix import PosixWriter
 from intarsia.cli import main
 from intarsia.discovery import Candidate, scan
 from intarsia.hookspecs import hookimpl
 from intarsia.train.events import read_events
 from intarsia.train.run_directory import RunDirectory
+from intarsia_checkpoint_posix.storage import PosixWriter
 
 RECIPE = f"{Path(__file__).with_name('train_recipes.py')}:tiny"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from intarsia.checkpoint.config import PosixConfig
 from intarsia.config import CheckpointConfig, DataConfig, EvaluationConfig, MixturePart, Recipe, TrainConfig
+from intarsia_checkpoint_posix.config import PosixConfig
 from intarsia_checkpoint_stream.config import StreamConfig
 from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
 from intarsia_eager.config import CrossEntropyConfig, EagerConfig, WholeConfig

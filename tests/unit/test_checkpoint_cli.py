@@ -10,9 +10,9 @@ import pytest
 import safetensors.torch
 import torch
 from intarsia.checkpoint import open_checkpoint
-from intarsia.checkpoint.posix import PosixStorage
 from intarsia.cli import main
 from intarsia.contracts import StateItem
+from intarsia_checkpoint_posix.storage import PosixStorage
 from intarsia_testing.stateful import Holder, OverStorage, tensor_item
 
 

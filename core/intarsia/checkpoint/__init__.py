@@ -1,7 +1,7 @@
 """Checkpoints: a folder with data files, one JSON manifest, and a marker written last.
 
 Public: `CheckpointManager`, `open_checkpoint`, `open_weights`, `write_checkpoint`, `compare_facts`. May import: errors, contracts, layout, and comm and plugins by type.
-Imports no torch until one of the torch-using names is asked for, since the settings in `checkpoint.config` are read by every command.
+Imports no torch until one of the torch-using names is asked for.
 """
 
 from __future__ import annotations

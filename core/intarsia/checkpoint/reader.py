@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from intarsia.checkpoint import commit
 from intarsia.checkpoint.manifest import MANIFEST, MARKER, Manifest
-from intarsia.checkpoint.posix import PosixStorage
 from intarsia.contracts.placement import Box
 from intarsia.contracts.storage import CheckpointBackend, Storage
 from intarsia.errors import CheckpointError, UsageError, did_you_mean
+from intarsia.plugins import Plugins, current
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from intarsia.plugins import Plugins
 
 BASE = "checkpoints"
 """Folder of a run's checkpoints in its storage."""
@@ -63,9 +61,7 @@ class Checkpoint:
     def backend(self) -> CheckpointBackend:
         """The backend that wrote this. CheckpointError, naming it, where it is not installed."""
         if self._backend is None:
-            from intarsia import plugins
-
-            self._backend = find_backend(self.manifest.backend, self._plugins or plugins.current())
+            self._backend = find_backend(self.manifest.backend, self._plugins or current())
         return self._backend
 
     def verify(self) -> list[tuple[str, str]]:
@@ -89,14 +85,19 @@ def find_backend(name: str, plugins: Plugins) -> CheckpointBackend:
     return plugins.build(plugins.config_class(entry)())
 
 
+def storage_of_folder(folder: Path, plugins: Plugins | None = None) -> Storage:
+    """The storage called `posix` at a folder of this machine."""
+    chosen = plugins or current()
+    return chosen.build(chosen.config_class(chosen.registry("storage").find("posix"))(), folder)
+
+
 def storage_of_run(run: str | os.PathLike[str], plugins: Plugins | None = None) -> Storage:
     """The storage that a run directory's recipe names; the directory itself where it has no recipe."""
     if not (Path(run) / "recipe.json").exists():
-        return PosixStorage(Path(run).absolute())
+        return storage_of_folder(Path(run).absolute(), plugins)
     from intarsia import config
-    from intarsia import plugins as registry
 
-    chosen = plugins or registry.current()
+    chosen = plugins or current()
     return chosen.build(config.load_saved(Path(run), plugins=chosen).recipe.checkpoint.storage, Path(run).absolute())
 
 
@@ -107,7 +108,7 @@ def open_checkpoint(path: str | os.PathLike[str], storage: Storage | None = None
     """
     place = Path(path).expanduser().absolute()
     if storage is None and ((place / MARKER).exists() or (place / MANIFEST).exists()):
-        return Checkpoint(PosixStorage(place.parent), place.name, plugins)
+        return Checkpoint(storage_of_folder(place.parent, plugins), place.name, plugins)
     if storage is not None and str(path):
         return Checkpoint(storage, str(path), plugins)
     storage = storage or storage_of_run(place, plugins)

@@ -43,6 +43,7 @@ from intarsia.contracts.storage import (
     WeightReader,
     Writer,
     WrittenPart,
+    check_name,
 )
 from intarsia.contracts.train import (
     Engine,
@@ -125,4 +126,5 @@ __all__ = [
     "WeightReader",
     "Writer",
     "WrittenPart",
+    "check_name",
 ]

@@ -17,6 +17,20 @@ if TYPE_CHECKING:
     from intarsia.contracts.state import StateItem
 
 
+PARTIAL = ".partial"
+"""Suffix that a storage may give to a file that is still being written; no name has it."""
+
+
+def check_name(name: str) -> str:
+    """`name` itself, or ValueError where it is no relative `/`-separated name without `.`, `..`, backslash and NUL. Stability: stable."""
+    parts = name.split("/")
+    if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts) or name.endswith(PARTIAL):
+        raise ValueError(
+            f"{name!r} is not a storage name: relative, parts separated by one '/', no '.', '..', backslash or NUL, not ending in {PARTIAL!r}"
+        )
+    return name
+
+
 @runtime_checkable
 class Writer(Protocol):
     """An open file of a Storage. Stability: stable."""

@@ -53,12 +53,12 @@ class OverStorage(CheckpointManager):
         timeout_s: float = 30.0,
         **options: Any,
     ):
-        from intarsia.checkpoint.config import PosixConfig
-        from intarsia.config import CheckpointBackendConfig, CheckpointConfig
+        from intarsia.config import CheckpointBackendConfig, CheckpointConfig, StorageConfig
         from intarsia.plugins import current
 
         plugins = current()
         config_class = plugins.config_class(plugins.registry("checkpoint backend").find(backend))
-        config = CheckpointConfig(backend=cast(CheckpointBackendConfig, config_class()), storage=PosixConfig(), **options)
+        place = plugins.config_class(plugins.registry("storage").find("posix"))()  # Replaced below.
+        config = CheckpointConfig(backend=cast(CheckpointBackendConfig, config_class()), storage=cast(StorageConfig, place), **options)
         super().__init__(config, Path("."), comm or SelfCommunicator(), plugins, facts or {}, exclusive=exclusive, timeout_s=timeout_s)
         self.storage = storage

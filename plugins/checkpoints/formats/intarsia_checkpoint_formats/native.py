@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from intarsia.checkpoint import Checkpoint, CheckpointRef, open_checkpoint, write_checkpoint
-from intarsia.checkpoint.posix import PosixStorage
-from intarsia.checkpoint.reader import BASE, find_backend, storage_of_run
+from intarsia.checkpoint.reader import BASE, find_backend, storage_of_folder, storage_of_run
 from intarsia.contracts import Storage
 from intarsia.errors import UsageError, did_you_mean
 from intarsia.plugins import current
@@ -45,7 +44,7 @@ class NativeFormat:
 
     def export(self, checkpoint: Checkpoint, folder: Path, options: Mapping[str, str]) -> list[Path]:
         """Into `folder/checkpoints/`, so that `folder` can be named where a run directory is asked for."""
-        ref = copy(checkpoint, PosixStorage(folder), options)
+        ref = copy(checkpoint, storage_of_folder(folder.absolute()), options)
         return sorted(path for path in (folder / ref.folder).rglob("*") if path.is_file())
 
     def import_(self, source: Path, run: Path, options: Mapping[str, str]) -> str:

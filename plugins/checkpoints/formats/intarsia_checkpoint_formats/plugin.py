@@ -11,6 +11,18 @@ INTARSIA_API = 1
 
 
 @hookimpl
+def offer_commands() -> Sequence[Entry]:
+    """The command."""
+    return [
+        Entry(
+            name="checkpoint",
+            target="intarsia_checkpoint_formats.command:command",
+            doc="List, show, verify, compare, export and import checkpoints.",
+        )
+    ]
+
+
+@hookimpl
 def offer_checkpoint_formats() -> Sequence[Entry]:
     """Copies and plain weights."""
     return [

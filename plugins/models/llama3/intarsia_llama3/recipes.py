@@ -7,7 +7,6 @@ The larger recipes name the byte tokenizer and the standard library's source, wh
 from __future__ import annotations
 
 import chz
-from intarsia.checkpoint.config import PosixConfig
 from intarsia.config import (
     CheckpointConfig,
     CompileConfig,
@@ -19,6 +18,7 @@ from intarsia.config import (
     RecomputeConfig,
     TrainConfig,
 )
+from intarsia_checkpoint_posix.config import PosixConfig
 from intarsia_checkpoint_stream.config import StreamConfig
 from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
 from intarsia_eager.config import CrossEntropyConfig, EagerConfig
@@ -35,7 +35,7 @@ def debug() -> Recipe:
         name="llama3-debug",
         model=config.debug(),
         data=DataConfig(loader=PackedConfig(), tokenizer=ByteTokenizerConfig(), mixture=(MixturePart(source=StdlibConfig()),)),
-        optimizer=MuonConfig(lr=0.02, weight_decay=0.01, adamw_lr=3e-3, newton_schulz_dtype="float32"),
+        optimizer=MuonConfig(lr=0.03, weight_decay=0.01, momentum=0.9, adamw_lr=0.02, newton_schulz_dtype="float32"),
         schedule=WSDConfig(warmup_steps=10, decay=0.3),
         loss=CrossEntropyConfig(),
         engine=EagerConfig(),

@@ -9,20 +9,10 @@ import shutil
 import uuid
 from pathlib import Path
 
-from intarsia.checkpoint.config import PosixConfig
+from intarsia.contracts import check_name
+from intarsia.contracts.storage import PARTIAL
 
-PARTIAL = ".partial"
-"""Suffix of a file that is still being written; no name handed out by `list` has it."""
-
-
-def check_name(name: str) -> str:
-    """`name` itself, or ValueError where it is no relative `/`-separated name without `.`, `..`, backslash and NUL. Stability: stable."""
-    parts = name.split("/")
-    if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts) or name.endswith(PARTIAL):
-        raise ValueError(
-            f"{name!r} is not a storage name: relative, parts separated by one '/', no '.', '..', backslash or NUL, not ending in {PARTIAL!r}"
-        )
-    return name
+from intarsia_checkpoint_posix.config import PosixConfig
 
 
 class PosixWriter:

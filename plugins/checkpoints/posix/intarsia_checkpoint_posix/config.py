@@ -1,10 +1,9 @@
-"""Settings of core's own storage. Torch-free."""
+"""Settings of the storage. Torch-free."""
 
 from __future__ import annotations
 
 import chz
-
-from intarsia.config.bases import StorageConfig
+from intarsia.config import StorageConfig
 
 
 @chz.chz(typecheck=True)
