@@ -31,5 +31,8 @@ def ask_another_process(module: str, config: Any, **question: Any) -> Any:
     text = json.dumps({"config": to_plain(config), **question})
     run = subprocess.run([sys.executable, "-m", module], input=text, capture_output=True, text=True, timeout=120, check=False)
     if run.returncode:
-        raise RuntimeError(" ".join(run.stderr.strip().splitlines()[-1:]))
+        said = " ".join(run.stderr.strip().splitlines()[-1:])
+        # What a scaffold has left to write is left to write here as well.
+        unwritten = said.partition("NotImplementedError: ")[2]
+        raise RuntimeError(said) from (NotImplementedError(unwritten) if unwritten else None)
     return json.loads(run.stdout.splitlines()[-1])

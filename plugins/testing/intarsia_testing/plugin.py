@@ -18,5 +18,10 @@ def offer_commands() -> Sequence[Entry]:
             name="kernels",
             target="intarsia_testing.cli_kernels:Kernels",
             doc="List kernels, check one against its reference, time them here.",
-        )
+        ),
+        Entry(
+            name="new-plugin",
+            target="intarsia_testing.cli_new_plugin:NewPlugin",
+            doc="Scaffold a distribution whose tests say what is left to write.",
+        ),
     ]

@@ -107,7 +107,8 @@ def conformance_report(reports: Iterable[Any]) -> list[str]:
                 unwritten[text] = unwritten.get(text, 0) + 1
             else:
                 lines.append(f"  broken   {name_of(report)}: {sentence_of(report)}")
-        lines += [f"  to write {text} ({count} promise{'s' if count > 1 else ''})" for text, count in unwritten.items()]
+        for text, count in unwritten.items():
+            lines.append(f"  to write {text.removeprefix('write ')} ({count} promise{'s' if count > 1 else ''})")
         for report in skipped:
             reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             lines.append(f"  not here {name_of(report)}: {str(reason).removeprefix('Skipped: ')}")
