@@ -204,3 +204,13 @@ def test_init_from_another_model(trained: Path, cache: Path, tmp_path: Path, cap
     warnings = [event["message"] for event in read_events(tmp_path / "b") if event["event"] == "warning"]
     assert len(warnings) == 1 and "model.rope.theta is 1234.0, there 500000.0" in warnings[0]
     assert main(["train", RECIPE, "--resume", str(tmp_path / "b"), "--init-from", str(trained)]) == 2
+
+
+def test_two_ranks_read_each_its_own_boxes(trained: Path, cache: Path, tmp_path: Path) -> None:
+    source, new = tmp_path / "hf", tmp_path / "new"
+    assert main(["checkpoint", "export", str(trained), str(source), "--to", "hf"]) == 0
+    options = (*TINY, "train.steps=0", "sharder=flexshard", f"data.cache={cache}")
+    assert main(["train", RECIPE, "--dir", str(new), "--init-from", str(source), *options, "--quiet", "--processes", "2"]) == 0
+    assert open_checkpoint(new).manifest.world == 2
+    begun, wanted = weights(new), weights(trained)
+    assert begun.keys() == wanted.keys() and all(torch.equal(begun[key], wanted[key]) for key in wanted)

@@ -84,8 +84,8 @@ class CacheContext:
         self.positions_BS = starts[:, None] + offsets_S
         valid_BS = offsets_S < torch.tensor(counts, device=self.device)[:, None]
         end = max(self.lengths) + width
-        # Nothing was there before and nothing is padded: plain causal attention over the new tokens, which is the fast path of every kernel.
-        self._fresh = not any(self.lengths) and min(counts) == width
+        # Nothing was there before: plain causal attention over the new tokens, the fast path of every kernel. Padding comes last, so that no token sees it.
+        self._fresh = not any(self.lengths)
         for slots in self._slots.values():
             slots.place(self.positions_BS, valid_BS, end)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
