@@ -15,6 +15,5 @@ def offer_commands() -> Sequence[Entry]:
     """The commands that work without any other plugin."""
     return [
         Entry(name="train", target="intarsia.cli.train:command", doc="Train a model by a recipe, or go on with a run."),
-        Entry(name="config", target="intarsia.cli.config:command", doc="Print a recipe as it is resolved, and who set each value."),
         Entry(name="plugins", target="intarsia.cli.plugins:command", doc="List, show and check plugins; trace hook calls."),
     ]

@@ -182,6 +182,12 @@ def offer_extensions() -> Sequence[Entry]:
     """A plugin's own section in the recipe (`extensions.NAME`). Target: the config class itself."""
 
 
+@offer("launcher")
+def offer_launchers() -> Sequence[Entry]:
+    """What starts the processes of `intarsia train --processes N`. Target: `launch(arguments, processes) -> exit code`, which runs
+    `intarsia ARGUMENTS` as that many ranks. The entry called `local` is the one that is used."""
+
+
 @offer("recipe")
 def offer_recipes() -> Sequence[Entry]:
     """Recipes, named `family/size` by custom. Target: a function without required arguments that returns a `Recipe`."""

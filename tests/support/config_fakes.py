@@ -275,5 +275,8 @@ class FakeEntryPoint:
         return fake
 
 
-def loaded() -> plugins.Plugins:
-    return plugins.load(entry_points=[FakeEntryPoint()])
+def loaded(*more: plugins.Candidate) -> plugins.Plugins:
+    return plugins.load(entry_points=[FakeEntryPoint(), *more])
+
+
+CONSOLE = plugins.Candidate("intarsia-console", "0", "console", "intarsia_console.plugin")

@@ -16,7 +16,7 @@ from intarsia import plugins
 from intarsia.cli import main
 from intarsia.config import reference, resolve
 
-PLUGINS = fakes.loaded()
+PLUGINS = fakes.loaded(fakes.CONSOLE)
 SUPPORT = str(Path(__file__).parents[1] / "support")
 
 
@@ -116,7 +116,7 @@ import sys; sys.path.insert(0, {SUPPORT!r})
 import config_fakes, time
 from intarsia import plugins
 from intarsia.cli import main
-plugins.use(config_fakes.loaded())
+plugins.use(config_fakes.loaded(config_fakes.CONSOLE))
 code = main(["config", "fake/large"])
 assert code == 0
 assert not {{"torch", "numpy"}} & set(sys.modules)

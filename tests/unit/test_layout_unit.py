@@ -30,9 +30,10 @@ from intarsia.layout import (
     unpack,
     whole_region,
 )
-from intarsia.transfer import box_runs, simulate, transfer
+from intarsia.transfer import box_runs, transfer
 from intarsia_placements import block, column, flat, owned, replicate, row
 from intarsia_placements.config import Block, Column, Flat, Owned, Replicate, Row
+from intarsia_testing.transfer import simulate
 
 ROW, COLUMN, FLAT, OWNED = row.build(Row()), column.build(Column()), flat.build(Flat()), owned.build(Owned())
 BLOCK, REPLICATE = block.build(Block(tile=(2, 2))), replicate.build(Replicate())

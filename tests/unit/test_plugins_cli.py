@@ -50,7 +50,7 @@ def acme(monkeypatch):
     targets = types.ModuleType("acme_cli_targets")
     targets.Echo, targets.three = Echo, NOT_A_COMMAND
     monkeypatch.setitem(sys.modules, "acme_cli_targets", targets)
-    commands = [entry("echo", "Echo"), entry("three", "three"), entry("gone", "gone"), entry("config", "Echo")]
+    commands = [entry("echo", "Echo"), entry("three", "three"), entry("gone", "gone"), entry("train", "Echo")]
     good = types.SimpleNamespace(INTARSIA_API=PLUGIN_API, offer_commands=hookimpl(lambda: commands))
     bad = types.SimpleNamespace(INTARSIA_API=PLUGIN_API + 7, offer_losses=hookimpl(nothing))
     points = [plugins.Candidate("acme-cli", "1.2", "cli", plugin=good), plugins.Candidate("acme-bad", "0.1", "bad", plugin=bad)]
@@ -74,9 +74,9 @@ def test_help_lists_commands_without_importing_them(acme, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "acme_cli_targets")
     code, out, err = run(capsys, "--help")
     assert (code, err) == (0, "")
-    assert "  echo             The echo. [acme-cli]\n" in out
-    assert "  intarsia:config " in out, "a name that two plugins offer is shown in full"
-    assert "  acme-cli:config " in out
+    assert "  echo            The echo. [acme-cli]\n" in out
+    assert "  intarsia:train " in out, "a name that two plugins offer is shown in full"
+    assert "  acme-cli:train " in out
     assert "INTARSIA_TRACE" in out
     assert run(capsys)[0] == 2
     assert run(capsys, "--version") == (0, f"intarsia {__version__} (plugin API {PLUGIN_API})\n", "")
@@ -84,7 +84,7 @@ def test_help_lists_commands_without_importing_them(acme, capsys, monkeypatch):
 
 def test_a_third_partys_command_runs(acme, capsys):
     assert run(capsys, "echo", "ab", "--times", "2") == (0, "abab\n", "")
-    assert run(capsys, "acme-cli:config", "x") == (0, "x\n", "")
+    assert run(capsys, "acme-cli:train", "x") == (0, "x\n", "")
     code, out, _ = run(capsys, "echo", "--help")
     assert code == 0
     assert "The echo." in out
@@ -98,7 +98,7 @@ def test_a_third_partys_command_runs(acme, capsys):
     ("words", "code", "message"),
     [
         (["ehco"], 2, "usage error: unknown command 'ehco'. Did you mean 'echo'?"),
-        (["config"], 2, "'config' is offered several times. Write 'intarsia:config' or 'acme-cli:config'"),
+        (["train"], 2, "'train' is offered several times. Write 'intarsia:train' or 'acme-cli:train'"),
         (["--verbose"], 2, "unknown option '--verbose'"),
         (["--disable"], 2, "--disable needs the name"),
         (["echo"], 2, "the following arguments are required: word"),
@@ -170,7 +170,7 @@ def test_list_json_is_exact(acme, capsys):
         "api": PLUGIN_API,
         "entry_points": ["cli"],
         "hooks": ["offer_commands"],
-        "entries": [{"kind": "command", "name": name, "entry_point": "cli"} for name in ("echo", "three", "gone", "config")],
+        "entries": [{"kind": "command", "name": name, "entry_point": "cli"} for name in ("echo", "three", "gone", "train")],
     }
     (failure,) = facts["failures"]
     assert list(failure) == ["plugin", "distribution", "version", "entry_point", "hook", "cause"]
@@ -178,7 +178,7 @@ def test_list_json_is_exact(acme, capsys):
     assert (facts["skipped"], facts["notices"]) == ([], [])
     assert run(capsys, "plugins", "list", "--json")[1] == out
     text = run(capsys, "plugins", "list")[1]
-    assert "acme-cli 1.2\n  command: echo, three, gone, config\n" in text
+    assert "acme-cli 1.2\n  command: echo, three, gone, train\n" in text
     assert "failed: acme-bad/bad 0.1, api:" in text
 
 
@@ -189,8 +189,8 @@ def test_show_a_plugin_and_an_entry(acme, capsys):
         assert code == 0
         assert [plugin["plugin"] for plugin in facts["plugins"]] == ["acme-cli/cli"]
         assert facts["plugins"][0]["hooks"] == {"offer_commands": []}
-    facts = json.loads(run(capsys, "plugins", "show", "config", "--json")[1])
-    assert [shown["full_name"] for shown in facts["entries"]] == ["intarsia:config", "acme-cli:config"]
+    facts = json.loads(run(capsys, "plugins", "show", "train", "--json")[1])
+    assert [shown["full_name"] for shown in facts["entries"]] == ["intarsia:train", "acme-cli:train"]
     assert facts["entries"][1]["settings"] == []
     assert "command acme-cli:echo: The echo." in run(capsys, "plugins", "show", "acme-cli:echo")[1]
     assert "hook offer_commands()" in run(capsys, "plugins", "show", "acme-cli")[1]
@@ -238,7 +238,7 @@ def test_doctor_imports_everything_and_reports_each_problem(acme, capsys):
     mine = {(p["plugin"], p["where"]): p["problem"] for p in facts["problems"] if p["plugin"].startswith("acme")}
     assert set(mine) == {("acme-bad/bad", "api"), ("acme-cli/cli", "command three, target"), ("acme-cli/cli", "command gone, target")}
     assert "must have add_arguments" in mine["acme-cli/cli", "command three, target"]
-    assert any("command 'config' is also offered as intarsia:config" in note["note"] for note in facts["notes"])
+    assert any("command 'train' is also offered as intarsia:train" in note["note"] for note in facts["notes"])
     text = run(capsys, "plugins", "doctor")[1]
     assert f"intarsia {__version__}, plugin API {PLUGIN_API}: 2 plugins" in text
     assert f"{len(facts['problems'])} problem(s)" in text

@@ -101,14 +101,14 @@ def _resolve(arguments: argparse.Namespace, directory: Path | None) -> Resolved:
 def _launch(arguments: argparse.Namespace, directory: Path, processes: int) -> int:
     if "WORLD_SIZE" in os.environ:
         raise UsageError("--processes starts the processes itself: don't use it under torchrun, which has started them already.")
-    from intarsia.train.launch import launch
-
+    loaded = plugins.current()
+    launch = loaded.target(loaded.registry("launcher").find("local"))
     command = ["train", *([arguments.recipe] if arguments.recipe else []), *arguments.overrides]
     command += [part for name in arguments.transforms for part in ("--with", name)]
     command += ["--dir", str(directory)] if arguments.resume is None else ["--resume", str(directory)]
     command += [flag for flag, given in (("--allow-changes", arguments.allow_changes), ("--quiet", arguments.quiet)) if given]
     sys.stdout.flush()
-    return launch(command, processes)
+    return int(launch(command, processes))
 
 
 command = TrainCommand()

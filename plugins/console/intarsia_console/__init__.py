@@ -1,3 +1,3 @@
-"""Runs in the terminal: live progress, and `intarsia show`."""
+"""The terminal: recipes printed, runs of several processes started, live progress, and curves."""
 
 __version__ = "0.1.0.dev0"

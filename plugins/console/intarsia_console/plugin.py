@@ -1,4 +1,4 @@
-"""Offers the metric sink `progress` and the command `show`. Torch-free."""
+"""Offers the metric sink `progress`, the launcher `local`, and the commands `config` and `show`. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,5 +25,18 @@ def offer_metric_sinks() -> Sequence[Entry]:
 
 @hookimpl
 def offer_commands() -> Sequence[Entry]:
-    """The command."""
-    return [Entry(name="show", target="intarsia_console.show:command", doc="Show a run's curves and facts.")]
+    """The commands."""
+    return [
+        Entry(
+            name="config",
+            target="intarsia_console.config_command:command",
+            doc="Print a recipe as it is resolved, and who set each value.",
+        ),
+        Entry(name="show", target="intarsia_console.show:command", doc="Show a run's curves and facts."),
+    ]
+
+
+@hookimpl
+def offer_launchers() -> Sequence[Entry]:
+    """The launcher."""
+    return [Entry(name="local", target="intarsia_console.launch:launch", doc="N processes on this machine, without torchrun.")]

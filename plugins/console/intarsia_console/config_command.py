@@ -1,4 +1,4 @@
-"""`intarsia config`: a recipe as it is resolved, and who set each value. Imports no torch."""
+"""`intarsia config`: a recipe as it is resolved, and who set each value. Torch-free."""
 
 from __future__ import annotations
 
