@@ -1,3 +1,3 @@
-"""Hugging Face checkpoints, tokenizers and data sets."""
+"""Hugging Face model folders, tokenizers and data sets."""
 
 __version__ = "0.1.0.dev0"
