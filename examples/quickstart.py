@@ -144,6 +144,7 @@ def main() -> int:
     shared = [
         f"train.steps={options.steps}",
         f"checkpoint.every={CHECKPOINT_EVERY}",
+        "evaluation.at_start=true",
         f"data.cache={options.directory / 'cache'}",
         *options.overrides,
     ]
