@@ -133,16 +133,23 @@ class CheckpointFormat(Protocol):
 
 
 class WeightReader(Protocol):
-    """A model's weights by canonical parameter name, any box of any of them. Stability: provisional.
+    """A model's weights by canonical parameter name, any box of any of them. Stability: provisional."""
 
-    `location` is for messages; `model` and `tokenizer` are the configs that go with the weights (tokenizer None: not known), `stop_ids` further token ids
-    that end a text. Reading `model` may raise UsageError where the weights do not say it.
-    """
+    @property
+    def location(self) -> str:
+        """Where they are, for messages."""
 
-    location: str
-    model: ModelConfig
-    tokenizer: TokenizerConfig | None
-    stop_ids: tuple[int, ...]
+    @property
+    def model(self) -> ModelConfig:
+        """The config of the model that they are of. UsageError where they do not say."""
+
+    @property
+    def tokenizer(self) -> TokenizerConfig | None:
+        """The tokenizer that goes with them, if it is known."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text, besides the tokenizer's own."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Whole shapes of all parameters, and of persistent buffers where there are any."""

@@ -244,7 +244,7 @@ def write_file(path: Path, heads: Sequence[Head], blocks: Callable[[str], Iterab
                 for block in blocks(head.name):
                     data = block.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                     written += data.nbytes
-                    file.write(memoryview(data))
+                    file.write(data.data)
                 if written != head.length:
                     raise PluginError(
                         f"{path}: {head.name} gave {written} bytes; shape {list(head.shape)} in {head.dtype} has {head.length}."

@@ -101,17 +101,16 @@ def _transient(module: nn.Module) -> set[str]:
 
 def _tokenizer(choice: str | TokenizerConfig | None, weights: WeightReader, plugins: Plugins) -> Tokenizer:
     """The tokenizer that was named, else the weights' own."""
-    config = choice
+    registry = plugins.registry("tokenizer")
+    config: Any = weights.tokenizer if choice is None else choice
     if isinstance(choice, str):
-        path = Path(choice).expanduser()
-        registry = plugins.registry("tokenizer")
-        if path.exists():
-            config = plugins.config_class(registry.find("tokenizer_json"))(path=str(path))
+        name, settings = choice, {}
+        if choice not in registry.names() and Path(choice).expanduser().exists():
+            name, settings = "tokenizer_json", {"path": choice}
         elif os.sep in choice or choice.endswith(".json"):
             raise UsageError(f"--tokenizer: there is no {choice}.")
-        else:
-            config = plugins.config_class(registry.find(choice))()
-    config = config or weights.tokenizer
+        made: Any = plugins.config_class(registry.find(name))
+        config = made(**settings)
     if config is None:
         raise UsageError(
             f"{weights.location} has no tokenizer.json. Name one by --tokenizer PATH, or a tokenizer by name (--tokenizer byte)."
