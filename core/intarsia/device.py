@@ -124,7 +124,3 @@ class Stream:
         if self._stream is not None:
             self._stream.synchronize()
 
-
-def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty host tensor of the same shape and dtype, in pinned memory where `tensor` is on a GPU."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

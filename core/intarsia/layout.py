@@ -16,22 +16,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from intarsia.contracts.placement import ALIGNMENT_BYTES, Box, Member, Partition, Placement, Region
-from intarsia.errors import PluginError, UsageError, did_you_mean
+from intarsia.errors import PluginError, UsageError
 
 __all__ = [
     "ALIGNMENT_BYTES",
     "DTYPE_BYTES",
     "Box",
-    "BufferPlan",
     "Layout",
     "Member",
     "Partition",
     "Placement",
     "Region",
     "box_text",
-    "buffer_plan",
     "build_layouts",
+    "check_cover",
     "check_partition",
+    "find_overlap",
     "pack",
     "range_boxes",
     "region_numel",
@@ -150,31 +150,32 @@ def busiest_dimension(boxes: Sequence[Box], rank: int) -> int:
     return max(range(rank), key=lambda d: len({box.start[d] for box in boxes})) if rank > 1 else 0
 
 
-def _find_overlap(labelled: list[tuple[Box, int]], rank: int) -> tuple[tuple[Box, int], tuple[Box, int]] | None:
-    """Two of the boxes that share an element, or None; a sweep along one dimension."""
-    if rank == 0:
-        return (labelled[0], labelled[1]) if len(labelled) > 1 else None
-    dimension = busiest_dimension([box for box, _ in labelled], rank)
-    active: list[tuple[int, tuple[Box, int]]] = []
-    for item in sorted(labelled, key=lambda pair: pair[0].start[dimension]):
-        start = item[0].start[dimension]
-        active = [entry for entry in active if entry[0] > start]
-        for _, other in active:
-            if other[0].intersect(item[0]) is not None:
-                return other, item
-        active.append((start + item[0].size[dimension], item))
+def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """The numbers of two of the boxes that share an element, or None; a sweep along one dimension. Stability: stable."""
+    if not boxes or not boxes[0].start:
+        return (0, 1) if len(boxes) > 1 else None
+    dimension = busiest_dimension(boxes, len(boxes[0].start))
+    active: list[int] = []
+    for number in sorted(range(len(boxes)), key=lambda index: boxes[index].start[dimension]):
+        box = boxes[number]
+        active = [other for other in active if boxes[other].end[dimension] > box.start[dimension]]
+        for other in active:
+            if boxes[other].intersect(box) is not None:
+                return other, number
+        active.append(number)
     return None
 
 
-def _check_cover(shape: Sequence[int], regions: Sequence[Region]) -> str:
+def check_cover(shape: Sequence[int], regions: Sequence[Region]) -> str:
     """What keeps `regions`, one for each rank, from being a disjoint cover of the tensor; "" when nothing does."""
     for rank, region in enumerate(regions):
         problem = _check_boxes(shape, region)
         if problem:
             return f"rank {rank}: {problem}"
-    overlap = _find_overlap([(box, rank) for rank, region in enumerate(regions) for box in region], len(shape))
+    labelled = [(box, rank) for rank, region in enumerate(regions) for box in region]
+    overlap = find_overlap([box for box, _ in labelled])
     if overlap is not None:
-        (box, rank), (other, other_rank) = overlap
+        (box, rank), (other, other_rank) = (labelled[number] for number in overlap)
         return f"box {box_text(box)} of rank {rank} and box {box_text(other)} of rank {other_rank} overlap; regions must be disjoint"
     covered, total = sum(map(region_numel, regions)), math.prod(shape)
     return "" if covered == total else f"the regions cover {covered} of {total} elements of shape {tuple(shape)}"
@@ -209,7 +210,7 @@ def check_partition(partition: Partition, placement: str = "") -> None:
             if any(region != whole_region(member.shape) for region in regions):
                 problem = "replicated, yet not every rank stores the member whole"
         else:
-            problem = _check_cover(member.shape, regions)
+            problem = check_cover(member.shape, regions)
             if not problem and member.tile is not None:
                 problem = next(filter(None, (_check_tiles(member.shape, member.tile, region) for region in regions)), "")
         if problem:
@@ -252,8 +253,8 @@ class Layout:
         size, rest = divmod(len(regions), len(self.regions))
         shared = not rest and size > 0
         _require(shared, f"Axis {axis!r}: {len(regions)} regions cannot be shared out evenly over {len(self.regions)} pieces.")
-        layout = self._with(axis, size, "cut", tuple(map(tuple, regions)))
-        problem = _check_cover(self.shape, layout.regions)
+        layout = self.with_axis(axis, size, "cut", tuple(map(tuple, regions)))
+        problem = check_cover(self.shape, layout.regions)
         for index, region in enumerate(layout.regions if not problem else ()):
             piece = self.regions[index // size]
             inside = sum(common.numel for box in region for outer in piece if (common := box.intersect(outer)) is not None)
@@ -264,14 +265,15 @@ class Layout:
 
     def replicate(self, axis: str, size: int) -> Layout:
         """This layout with a further, innermost axis of `size` ranks that all hold the same."""
-        return self._with(axis, size, "replicate", self.regions)
+        return self.with_axis(axis, size, "replicate", self.regions)
 
     def partial(self, axis: str, size: int, op: Literal["sum", "max"]) -> Layout:
         """This layout with a further, innermost axis along which a reduction is pending: each rank holds a contribution."""
         _require(op in ("sum", "max"), f"Axis {axis!r}: a pending reduction is 'sum' or 'max', not {op!r}.")
-        return self._with(axis, size, op, self.regions)
+        return self.with_axis(axis, size, op, self.regions)
 
-    def _with(self, axis: str, size: int, kind: AxisKind, regions: tuple[Region, ...]) -> Layout:
+    def with_axis(self, axis: str, size: int, kind: AxisKind, regions: tuple[Region, ...]) -> Layout:
+        """This layout with a further, innermost axis and regions that are not checked: see `cut`, `replicate` and `partial`."""
         kinds = (*self.kinds, kind)
         _require(all(axis != name for name, _ in self.axes), f"Axis {axis!r} is in the layout already.")
         _require(size >= 1, f"Axis {axis!r} has size {size}; it must be at least 1.")
@@ -325,54 +327,13 @@ class Layout:
         return region_numel(self.local(rank))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists, integers and strings; `from_json` reads them back."""
+        """Plain lists, integers and strings."""
         return {
             "shape": list(self.shape),
             "dtype": self.dtype,
             "axes": [[name, size, kind] for (name, size), kind in zip(self.axes, self.kinds, strict=True)],
             "regions": [[[list(box.start), list(box.size)] for box in region] for region in self.regions],
         }
-
-    @classmethod
-    def from_json(cls, value: Any) -> Layout:
-        """The layout that `to_json` wrote. The value is not trusted: UsageError says what is wrong with it."""
-        known = isinstance(value, Mapping) and set(value) == {"shape", "dtype", "axes", "regions"}
-        _require(known, f"A layout is an object with shape, dtype, axes and regions, not {str(value)[:80]!r}.")
-        shape = _integers(value["shape"], "shape")
-        _require(isinstance(value["dtype"], str), f"A layout's dtype is a string, not {value['dtype']!r}.")
-        regions = tuple(_region_from_json(entry) for entry in _list(value["regions"], "regions"))
-        layout = cls(shape, value["dtype"], (), (), regions)
-        for entry in _list(value["axes"], "axes"):
-            fields: list[Any] = entry if isinstance(entry, list) and len(entry) == 3 else [None] * 3
-            name, size, kind = fields
-            good = isinstance(name, str) and type(size) is int and kind in ("cut", "replicate", "sum", "max")
-            _require(good, f"An axis of a layout is [name, size, cut|replicate|sum|max], not {str(entry)[:80]!r}.")
-            layout = layout._with(name, size, kind, regions)
-        pieces = math.prod(size for (_, size), kind in zip(layout.axes, layout.kinds, strict=True) if kind == "cut")
-        problem = f"{len(regions)} regions for {pieces} pieces" if len(regions) != pieces else _check_cover(shape, regions)
-        _require(not problem, f"The layout of shape {shape} is not valid: {problem}.")
-        return layout
-
-
-def _list(value: Any, what: str) -> list[Any]:
-    _require(isinstance(value, list), f"A layout's {what} must be a list, not {str(value)[:80]!r}.")
-    return value
-
-
-def _integers(value: Any, what: str) -> tuple[int, ...]:
-    good = all(type(item) is int and item >= 0 for item in _list(value, what))
-    _require(good, f"A layout's {what} must be a list of integers that are not negative, not {str(value)[:80]!r}.")
-    return tuple(value)
-
-
-def _region_from_json(value: Any) -> Region:
-    boxes = []
-    for entry in _list(value, "region"):
-        _require(len(_list(entry, "box")) == 2, f"A layout's box must be [start, size], not {str(entry)[:80]!r}.")
-        start, size = _integers(entry[0], "box start"), _integers(entry[1], "box size")
-        _require(len(start) == len(size), f"A layout's box has a start of {len(start)} dimensions and a size of {len(size)}.")
-        boxes.append(Box(start, size))
-    return tuple(boxes)
 
 
 # ---------------------------------------------------------------- composition inside a bucket
@@ -478,7 +439,7 @@ def build_layouts(members: Sequence[Member], steps: Sequence[tuple[str, int, Pla
     for index, member in enumerate(members):
         layout = Layout(member.shape, member.dtype, (), (), tuple(piece[index] for piece in pieces))
         for (axis, size), kind in zip(axes, kinds, strict=True):
-            layout = layout._with(axis, size, kind, layout.regions)
+            layout = layout.with_axis(axis, size, kind, layout.regions)
         layouts[member.name] = layout
     return layouts
 
@@ -487,29 +448,3 @@ def _check_member(member: Member) -> None:
     _require(min(member.shape, default=0) >= 0, f"Member {member.name!r} has the shape {member.shape}; sizes must not be negative.")
     good = member.tile is None or (len(member.tile) == len(member.shape) and min(member.tile, default=1) >= 1)
     _require(good, f"Member {member.name!r} has tile {member.tile} for shape {member.shape}: one size of at least 1 for each dimension.")
-
-
-# ---------------------------------------------------------------- the local buffer of a bucket
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BufferPlan:
-    """Where each member of a bucket begins in one rank's buffer. Stability: stable."""
-
-    offsets_bytes: tuple[int, ...]
-    total_bytes: int
-
-
-def buffer_plan(members: Sequence[Member], regions: Sequence[Region]) -> BufferPlan:
-    """The plan for one rank that stores `regions[m]` of `members[m]`: in order, each at a multiple of ALIGNMENT_BYTES, total rounded up to it.
-
-    A member without a local element takes no room. Raises UsageError for a dtype of unknown size. Stability: stable.
-    """
-    offsets, position = [], 0
-    for member, region in zip(members, regions, strict=True):
-        if member.dtype not in DTYPE_BYTES:
-            raise UsageError(f"Member {member.name!r} has the unknown dtype {member.dtype!r}. {did_you_mean(member.dtype, DTYPE_BYTES)}")
-        offsets.append(position)
-        used = region_numel(region) * DTYPE_BYTES[member.dtype]
-        position += -(-used // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return BufferPlan(tuple(offsets), position)

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from intarsia.contracts.placement import Box, Region
@@ -49,37 +49,9 @@ class Move:
         """The box in the destination's contiguous 1-D buffer (torch or numpy), as a view of the box's shape."""
         return _view(buffer, self.destination_offset, self.destination_box, self.box)
 
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """(source offset, destination offset, length) of the longest pieces that are contiguous in both local buffers, in order."""
-        return box_runs(self.box, self.source_box, self.source_offset, self.destination_box, self.destination_offset)
-
 
 def _view(buffer: Any, offset: int, holder: Box, box: Box) -> Any:
     return buffer[offset : offset + holder.numel].reshape(holder.size)[slices(box, holder.start)]
-
-
-def _strides(size: Sequence[int]) -> list[int]:
-    return [math.prod(size[dimension + 1 :]) for dimension in range(len(size))]
-
-
-def box_runs(box: Box, source: Box, source_offset: int, destination: Box, destination_offset: int) -> Iterator[tuple[int, int, int]]:
-    """(source offset, destination offset, length) of the contiguous runs of `box`, which lies inside both `source` and `destination`.
-
-    Each of these is stored row-major from its offset. Without a source or destination of interest give `box` itself with offset 0. Stability: stable.
-    """
-    inner = len(box.size)
-    while inner and (inner == len(box.size) or box.size[inner] == source.size[inner] == destination.size[inner]):
-        inner -= 1
-    # Dimensions after `inner` are whole in both, so that a run is all of them and the box's extent along `inner`.
-    length = math.prod(box.size[inner:])
-    strides = list(zip(_strides(source.size), _strides(destination.size), strict=True))
-    for (from_stride, to_stride), start, a, b in zip(strides, box.start, source.start, destination.start, strict=True):
-        source_offset += (start - a) * from_stride
-        destination_offset += (start - b) * to_stride
-    for index in itertools.product(*map(range, box.size[:inner])):
-        from_step = sum(i * stride for i, (stride, _) in zip(index, strides, strict=False))
-        to_step = sum(i * stride for i, (_, stride) in zip(index, strides, strict=False))
-        yield source_offset + from_step, destination_offset + to_step, length
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from intarsia.layout import Layout, build_layouts
 from intarsia.transfer import transfer
 from intarsia_placements import block, column, flat, owned, replicate, row
 from intarsia_placements.config import Block, Column, Flat, Owned, Replicate, Row
+from intarsia_testing.layout import layout_from_json, simulate
 from intarsia_testing.placement import carry_out, check_conversion, check_primaries, compose, gather, scatter, values_of
 from intarsia_testing.strategies import buckets, example_settings, shapes, worlds
-from intarsia_testing.transfer import simulate
 
 PLACEMENTS: tuple[Placement, ...] = (
     row.build(Row()),
@@ -74,7 +74,7 @@ def test_transfer_is_partition_by_the_destination_also_after_json(members: tuple
     for member in members:
         src, dst = here[member.name], there[member.name]
         check_conversion(member, src, dst, f"{steps} to {other}")
-        read_src, read_dst = (Layout.from_json(json.loads(json.dumps(layout.to_json()))) for layout in (src, dst))
+        read_src, read_dst = (layout_from_json(json.loads(json.dumps(layout.to_json()))) for layout in (src, dst))
         assert (read_src, read_dst) == (src, dst) and hash(read_src) == hash(src)
         check_conversion(member, read_src, read_dst, f"{steps} to {other} after JSON")
 

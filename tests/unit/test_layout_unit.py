@@ -20,7 +20,6 @@ from intarsia.layout import (
     Partition,
     Region,
     box_text,
-    buffer_plan,
     build_layouts,
     check_partition,
     pack,
@@ -30,10 +29,11 @@ from intarsia.layout import (
     unpack,
     whole_region,
 )
-from intarsia.transfer import box_runs, transfer
+from intarsia.transfer import transfer
 from intarsia_placements import block, column, flat, owned, replicate, row
+from intarsia_placements.buffers import buffer_plan
 from intarsia_placements.config import Block, Column, Flat, Owned, Replicate, Row
-from intarsia_testing.transfer import simulate
+from intarsia_testing.layout import box_runs, layout_from_json, simulate
 
 ROW, COLUMN, FLAT, OWNED = row.build(Row()), column.build(Column()), flat.build(Flat()), owned.build(Owned())
 BLOCK, REPLICATE = block.build(Block(tile=(2, 2))), replicate.build(Replicate())
@@ -168,7 +168,7 @@ def test_a_layout_composes_cut_replication_and_pending() -> None:
     assert layout.local(6) == layout.local(3) == (Box((3, 0), (1, 4)),)
     assert [bool(layout.primary(rank)) for rank in range(8)] == [True, False, True, False, False, False, False, False]
     assert layout.pending == (("cp", "sum"),)
-    assert layout == Layout.from_json(layout.to_json()) and layout != dataclasses.replace(layout, dtype="bfloat16")
+    assert layout == layout_from_json(layout.to_json()) and layout != dataclasses.replace(layout, dtype="bfloat16")
     with pytest.raises(UsageError, match="Rank 8 is not in a mesh of 8"):
         layout.local(8)
 
@@ -286,7 +286,7 @@ GOOD = Layout.whole((4,)).cut("a", [(Box((0,), (3,)),), (Box((3,), (1,)),)]).to_
 )
 def test_json_that_is_no_layout_is_refused(change: dict[str, Any] | None, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        Layout.from_json(None if change is None else {**GOOD, **change})
+        layout_from_json(None if change is None else {**GOOD, **change})
 
 
 # ---------------------------------------------------------------- contracts of placements

@@ -9,14 +9,14 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from intarsia.contracts.placement import Box
 from intarsia.contracts.state import StateKind
 from intarsia.contracts.storage import FileRecord, JSONObject, Piece
 from intarsia.errors import CheckpointError, did_you_mean
-from intarsia.layout import DTYPE_BYTES, box_text
+from intarsia.layout import DTYPE_BYTES, box_text, find_overlap
 
 FORMAT = "intarsia-checkpoint"
 VERSION = 1
@@ -253,14 +253,15 @@ def _tensor(key: str, value: Any, files: Mapping[str, FileRecord], place: str) -
     shape = tuple(fields["shape"])
     pieces = tuple(_piece(key, piece, shape, fields["dtype"], files, place) for piece in fields["pieces"])
     record = TensorRecord(**{**fields, "shape": shape, "pieces": pieces})
-    overlap = find_overlap([Box(piece.box_start, piece.box_size) for piece in pieces])
+    boxes = [Box(piece.box_start, piece.box_size) for piece in pieces]
+    overlap = find_overlap(boxes)
     covered = sum(math.prod(piece.box_size) for piece in pieces)
     problem = (
         f"a tensor's kind is tensor, replicated or rank, not {describe(record.kind)}"
         if record.kind not in ("tensor", "replicated", "rank")
         else f"owner, name and rank say {record.key!r}"
         if record.key != key
-        else f"the boxes {box_text(overlap[0])} and {box_text(overlap[1])} overlap"
+        else f"the boxes {' and '.join(box_text(boxes[number]) for number in overlap)} overlap"
         if overlap
         else f"its boxes hold {covered} of the {record.numel} elements of shape {list(shape)}: there is a hole"
         if covered != record.numel
@@ -309,21 +310,3 @@ def _check_bytes(tensors: Mapping[str, TensorRecord], where: str) -> None:
     for one, other in itertools.pairwise(pieces):
         if one.file == other.file and one.offset + one.length > other.offset:
             raise CheckpointError(f"{where}: file {one.file!r}: tensors {one.key!r} and {other.key!r} overlap at byte {other.offset}.")
-
-
-def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of the boxes that share an element, or None. Sweeps the dimension with the most distinct starts."""
-    if len(boxes) < 2:
-        return None
-    dimensions = len(boxes[0].start)
-    if dimensions == 0:
-        return boxes[0], boxes[1]
-    axis = max(range(dimensions), key=lambda d: len({box.start[d] for box in boxes}))
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.start[axis]):
-        active = [other for other in active if other.end[axis] > box.start[axis]]
-        for other in active:
-            if box.intersect(other):
-                return other, box
-        active.append(box)
-    return None
