@@ -74,7 +74,9 @@ def unwritten_of(error: BaseException | None) -> str:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The conformance report: entry by entry, and each broken promise in a sentence."""
-    lines = conformance_report(report for reports in terminalreporter.stats.values() for report in reports)
+    # Deselected tests are listed among the reports as items: they were not examined.
+    everything = (report for reports in terminalreporter.stats.values() for report in reports)
+    lines = conformance_report(report for report in everything if isinstance(report, pytest.TestReport))
     if not lines:
         return
     terminalreporter.section("intarsia conformance")
@@ -87,11 +89,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(current().report())
 
 
-def conformance_report(reports: Iterable[Any]) -> list[str]:
+def conformance_report(reports: Iterable[pytest.TestReport]) -> list[str]:
     """Lines for each examined class: how many promises are kept, which are broken and why, what is left to write, what could not be examined here."""
     found: dict[tuple[str, str], dict[str, list[Any]]] = {}
     for report in reports:
-        properties = dict(getattr(report, "user_properties", ()))
+        properties = dict(report.user_properties)
         if TESTED not in properties or (report.when != "call" and report.outcome == "passed"):
             continue
         outcomes = found.setdefault(tuple(properties[TESTED]), {"passed": [], "failed": [], "skipped": []})  # type: ignore[arg-type]
