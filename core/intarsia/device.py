@@ -1,15 +1,13 @@
-"""CPU and CUDA behind one facade: which device, what it can do, streams and pinned memory, peak memory and peak speed."""
+"""CPU and CUDA behind one facade: which device, what it can do, peak memory and peak speed."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
 import platform
 import resource
 import sys
-from typing import Any
 
 import torch
 
@@ -89,38 +87,3 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-class Stream:
-    """A queue of device work beside the current one; on a CPU work is done at once and everything here is a no-op.
-
-    stream = Stream(device)
-    with stream:                 # behind everything that the current stream has been given
-        host.copy_(tensor, non_blocking=True)
-    stream.join()                # the current stream waits for it (not the host); `synchronize()` makes the host wait
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._context: Any = contextlib.nullcontext()
-
-    def __enter__(self) -> Stream:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            self._context = torch.cuda.stream(self._stream)
-        self._context.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
-
-    def join(self) -> None:
-        """Let the current stream wait for this one."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def synchronize(self) -> None:
-        """Let the host wait for this stream."""
-        if self._stream is not None:
-            self._stream.synchronize()
-

@@ -113,6 +113,10 @@ class Engine(Protocol):
     def evaluate(self, batch: Batch) -> LossSum:
         """Forward and loss without gradients."""
 
+    def find_not_finite(self, batch: Batch, scale: float) -> Mapping[str, Any] | None:
+        """Run the micro-batch again and say what is not finite first: its `module`, `where` in it, and the names of those of its own `parameters`
+        that are not finite. None where everything is finite. Gradients of parameters may change."""
+
 
 @runtime_checkable
 class MetricSink(Protocol):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from intarsia.contracts import Batch
 from intarsia.errors import CheckpointError, NumericsError
@@ -18,22 +16,16 @@ from intarsia.train.built import Built
 def explain_not_finite(built: Built, batches: Sequence[Batch], scale: float, loss: float, norm: float) -> NumericsError:
     """The error that ends the run, the same on every rank. A collective.
 
-    The step's micro-batches are run again, uncompiled, with every module's output and that output's gradient checked; the first offence of the first
-    micro-batch on the lowest rank is named. Where nothing recurs (a parameter's own gradient, randomness), parameters' gradients are named.
+    The engine runs the step's micro-batches again and looks at every module; the first offence of the first micro-batch on the lowest rank is
+    named. Where nothing recurs (a parameter's own gradient, randomness), parameters' gradients are named.
     """
     gradients = _bad_gradient(built)
-    local: dict[str, Any] | None = None
     found: list[dict[str, Any]] = []
     for number, batch in enumerate(batches):
         built.sharded.zero_gradients()
         built.sharded.set_last_micro_batch(False)
-        # Compiled regions run as written: hooks inside them are not called otherwise. Where nothing was compiled, dynamo stays unimported.
-        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
-        with eager, _checked(built.model) as offences:
-            result = built.engine.micro_batch(built.on_device(batch), scale)
-        if not offences and not bool(torch.isfinite(result.total)):
-            offences.append({"module": "the loss", "where": "forward"})
-        local = {"rank": built.world.rank, "micro_batch": number, "samples": list(batch.samples), **offences[0]} if offences else None
+        offence = built.engine.find_not_finite(built.on_device(batch), scale)
+        local = {"rank": built.world.rank, "micro_batch": number, "samples": list(batch.samples), **offence} if offence else None
         found = [each for each in built.world.gather_json(local, what="non-finite modules") if each]
         if found:
             break
@@ -69,39 +61,6 @@ def _message(built: Built, first: dict[str, Any] | None, loss: float, norm: floa
 def _bad_gradient(built: Built) -> dict[str, Any] | None:
     """The parameter whose non-finite gradient came first: backward runs against the order of parameters."""
     for name, parameter in reversed(list(built.sharded.parameters().items())):
-        if parameter.grad is not None and not _finite(parameter.grad):
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
             return {"rank": built.world.rank, "module": name.rpartition(".")[0] or "the model", "parameter": name}
     return None
-
-
-def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-@contextlib.contextmanager
-def _checked(model: nn.Module) -> Iterator[list[dict[str, Any]]]:
-    """While active, the list gets an entry for each module whose output, or its gradient, is not finite, in the order in which they happen."""
-    offences: list[dict[str, Any]] = []
-
-    def report(name: str, module: nn.Module, where: str) -> None:
-        own = [f"{name}.{key}" for key, value in module.named_parameters(recurse=False) if not _finite(value.detach())]
-        offences.append({"module": f"{name or 'the model'} ({type(module).__name__})", "where": where, "parameters": own})
-
-    def hook(name: str) -> Any:
-        def check(module: nn.Module, args: Any, output: Any) -> None:
-            for tensor in (output,) if isinstance(output, Tensor) else output if isinstance(output, tuple | list) else ():
-                if not isinstance(tensor, Tensor):
-                    continue
-                if not _finite(tensor.detach()):
-                    report(name, module, "output of forward")
-                if tensor.requires_grad and tensor.is_floating_point():
-                    tensor.register_hook(lambda grad: None if _finite(grad) else report(name, module, "gradient of its output in backward"))
-
-        return check
-
-    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
-    try:
-        yield offences
-    finally:
-        for handle in handles:
-            handle.remove()

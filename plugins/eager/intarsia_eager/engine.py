@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from intarsia_eager.config import EagerConfig
+from intarsia_eager.not_finite import as_written, checked
 
 
 class EagerEngine:
@@ -35,6 +36,14 @@ class EagerEngine:
     def evaluate(self, batch: Batch) -> LossSum:
         """Forward and loss."""
         return self._forward(batch)
+
+    def find_not_finite(self, batch: Batch, scale: float) -> dict[str, Any] | None:
+        """The first module whose output, or that output's gradient, is not finite: every one is looked at, compiled regions as written."""
+        with as_written(), checked(self._model) as offences:
+            result = self.micro_batch(batch, scale)
+        if not offences and not bool(torch.isfinite(result.total)):
+            offences.append({"module": "the loss", "where": "forward"})
+        return offences[0] if offences else None
 
     def _forward(self, batch: Batch) -> LossSum:
         hidden_BSD = self._model(batch.tokens_BS, TrainContext.of(batch, self._windows))
