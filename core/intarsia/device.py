@@ -51,7 +51,7 @@ def select(name: str = "auto") -> torch.device:
 @functools.cache
 def capabilities() -> frozenset[str]:
     """What kernels may need of this machine, probed: `cpu`, `cuda`, `sm80` ... (every compute capability up to the device's), `bf16`, `fp8`, `triton`,
-    `flex_backward` (flex attention with gradients), `varlen` (variable-length attention)."""
+    `flex_backward` (flex attention with gradients), `varlen` (variable-length attention); where the CPU is the device that runs use, `onednn` and `avx512`."""
     found = {"cpu", "bf16"}
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
@@ -62,6 +62,9 @@ def capabilities() -> frozenset[str]:
         found |= {"fp8"} if major * 10 + minor >= 89 else set()
         found |= {"triton", "flex_backward"} if importlib.util.find_spec("triton") else set()
         found |= {"varlen"} if importlib.util.find_spec("torch.nn.attention.varlen") and major >= 8 else set()
+    else:
+        found |= {"onednn"} if torch.backends.mkldnn.is_available() else set()
+        found |= {"avx512"} if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else set()
     return frozenset(found)
 
 

@@ -14,6 +14,10 @@ class TestSDPA(KernelConformance):
     op, entry = "attention", "intarsia-kernels:sdpa"
 
 
+class TestOneDNN(KernelConformance):
+    op, entry = "linear", "intarsia-kernels:onednn"
+
+
 if importlib.util.find_spec("triton"):
 
     def test_triton_rms_norm_under_the_interpreter():

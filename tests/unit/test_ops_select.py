@@ -128,7 +128,7 @@ def test_in_compiled_regions_auto_keeps_pointwise_and_norm_references_unless_mea
 
 
 def test_invariant_mode_refuses_what_promises_nothing():
-    others = [kernel(op, op=op, invariant=True) for op in ("attention", "cross_entropy")]
+    others = [kernel(op, op=op, invariant=True) for op in ("attention", "cross_entropy", "linear")]
     choice = choose({}, *others, kernel("batch_sum", priority=50), kernel("steady", invariant=True), invariant=True)
     assert choice.kernel == "fakes:steady" and "batch_sum" in choice.reason
     with pytest.raises(UsageError, match="attention"):

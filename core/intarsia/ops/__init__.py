@@ -1,12 +1,12 @@
 """The operators that kernels may replace, each with a plain reference.
 
-    rms_norm  rope  swiglu  embedding  attention  cross_entropy
+    linear  rms_norm  rope  swiglu  embedding  attention  cross_entropy
 
 Model code calls `ops.NAME(...)`. Which implementation runs is chosen once for a run by `select` and put in force by `install`;
 without that every operator is its reference.
 
 Shape suffixes: B rows, S query tokens, T key tokens, H query heads, K key/value heads, D head or model dim, V vocabulary,
-N tokens of any arrangement, d rotated pairs of a head.
+N tokens of any arrangement, I input and O output features, d rotated pairs of a head.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from intarsia.ops.operator import (
     cross_entropy,
     embedding,
     installed,
+    linear,
     operators,
     record,
     rms_norm,
@@ -39,6 +40,7 @@ __all__ = [
     "embedding",
     "install",
     "installed",
+    "linear",
     "operators",
     "record",
     "rms_norm",

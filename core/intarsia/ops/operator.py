@@ -91,6 +91,7 @@ class Operator:
         return run
 
 
+linear = Operator("linear", references.linear, "other", invariant=False)
 rms_norm = Operator("rms_norm", references.rms_norm, "norm", invariant=True)
 rope = Operator("rope", references.rope, "pointwise", invariant=True)
 swiglu = Operator("swiglu", references.swiglu, "pointwise", invariant=True)
@@ -98,7 +99,7 @@ embedding = Operator("embedding", references.embedding, "other", invariant=True)
 attention = Operator("attention", _attention, "other", invariant=False)
 cross_entropy = Operator("cross_entropy", _cross_entropy, "other", invariant=False)
 
-_OPERATORS = {op.name: op for op in (rms_norm, rope, swiglu, embedding, attention, cross_entropy)}
+_OPERATORS = {op.name: op for op in (rms_norm, rope, swiglu, embedding, attention, cross_entropy, linear)}
 
 
 def operators() -> Mapping[str, Operator]:

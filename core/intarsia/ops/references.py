@@ -7,6 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`x @ weight^T + bias` over the last dimension, any leading ones; I input and O output features."""
+    return F.linear(x_NI, weight_OI, bias_O)
+
+
 def rms_norm(x_ND: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     """`weight * cast(x32 / sqrt(mean(x32^2) + eps))` over the last dimension, any leading ones.
 

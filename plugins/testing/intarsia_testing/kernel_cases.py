@@ -60,6 +60,14 @@ def cases(op: str) -> list[Case]:
 Normal = Callable[..., Tensor]
 
 
+def _linear(normal: Normal) -> Iterator[Case]:
+    for rows, inputs, outputs in ((1, 15, 63), (15, 100, 1), (63, 1, 300), (300, 63, 100)):
+        tensors = {"x_NI": normal(rows, inputs), "weight_OI": normal(outputs, inputs)}
+        yield Case(f"{rows} x {inputs} -> {outputs}", tensors, {}, ("x_NI",))
+        yield Case(f"{rows} x {inputs} -> {outputs}, bias", {**tensors, "bias_O": normal(outputs)}, {}, ("x_NI",))
+    yield Case("two leading dimensions", {"x_NI": normal(3, 15, 20), "weight_OI": normal(30, 20)}, {}, ("x_NI",))
+
+
 def _rms_norm(normal: Normal) -> Iterator[Case]:
     for rows, dim in ((1, 1), (15, 63), (63, 300), (3, 100), (0, 15)):
         eps = 0.5 if dim == 1 else 1e-5  # one column and a small eps: the gradient is all cancellation, and nobody's is right
@@ -165,6 +173,7 @@ def _attention(normal: Normal) -> Iterator[Case]:
 
 
 _CASES: dict[str, Callable[[Normal], Iterator[Case]]] = {
+    "linear": _linear,
     "rms_norm": _rms_norm,
     "rope": _rope,
     "swiglu": _swiglu,
@@ -182,6 +191,8 @@ def bench_case(op: str, small: bool) -> Case:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
+    if op == "linear":
+        return Case(f"{rows} x {tokens} x {dim} -> {3 * dim}", {"x_NI": normal(rows, tokens, dim), "weight_OI": normal(3 * dim, dim)}, {})
     if op == "rms_norm":
         return Case(f"{rows} x {tokens} x {dim}", {"x_ND": normal(rows, tokens, dim), "weight_D": normal(dim)}, {"eps": 1e-5})
     if op == "rope":

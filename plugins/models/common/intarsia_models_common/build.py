@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 import torch
-from intarsia import plugins
+from intarsia import ops, plugins
 from intarsia.config import ComponentConfig
 from intarsia.contracts import Init
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,10 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, std: float, bias: bool = False) -> None:
         self.std = std
         super().__init__(inputs, outputs, bias=bias)
+
+    def forward(self, x_NI: Tensor) -> Tensor:
+        """[..., inputs] to [..., outputs]."""
+        return ops.linear(x_NI, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
         """Nothing: the ParameterTable fills parameters from the seed and their name."""
