@@ -51,7 +51,7 @@ def commands_page() -> str:
 
 def fields_page() -> str:
     """Every field of the Recipe and of the nodes beneath it."""
-    from intarsia.config import reference
+    from intarsia_console import reference
 
     return (
         "# Recipe fields\n\nGenerated from the typed recipe. A path is what the command line takes (`train.steps=200`).\n\n"
@@ -62,7 +62,7 @@ def fields_page() -> str:
 def entries_page() -> str:
     """Every entry of every kind, with its settings."""
     from intarsia import plugins
-    from intarsia.config import reference
+    from intarsia_console import reference
 
     loaded = plugins.current()
     parts = [

@@ -32,12 +32,10 @@ __all__ = [
     "check_cover",
     "check_partition",
     "find_overlap",
-    "pack",
     "range_boxes",
     "region_numel",
     "region_parts",
     "slices",
-    "unpack",
     "whole_region",
 ]
 
@@ -115,18 +113,6 @@ def region_parts(buffer: Any, region: Region, box: Box) -> Iterator[tuple[Box, A
         if common is not None:
             yield common, buffer[offset : offset + holder.numel].reshape(holder.size)[slices(common, holder.start)]
         offset += holder.numel
-
-
-def pack(full: Any, region: Region, local: Any) -> None:
-    """Copy `region` of a whole tensor into the 1-D buffer `local`, in storage order (torch or numpy). Stability: stable."""
-    for box, view in region_parts(local, region, Box.whole(full.shape)):
-        view[...] = full[slices(box)]
-
-
-def unpack(local: Any, region: Region, full: Any) -> None:
-    """The inverse of `pack`: copy the 1-D buffer `local` to where its region lies in the whole tensor. Stability: stable."""
-    for box, view in region_parts(local, region, Box.whole(full.shape)):
-        full[slices(box)] = view
 
 
 # ---------------------------------------------------------------- checks

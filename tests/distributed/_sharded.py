@@ -11,9 +11,9 @@ import torch
 from intarsia.comm import Communicator
 from intarsia.config import MeshConfig, PlacementConfig
 from intarsia.contracts import Init, Regions
-from intarsia.layout import unpack
 from intarsia.mesh import Mesh, check_mesh
 from intarsia.parameters import ParameterTable
+from intarsia_testing.layout import unpack
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 

@@ -15,11 +15,12 @@ from intarsia.checkpoint.manifest import TensorRecord
 from intarsia.checkpoint.planning import READ_BYTES, SKIP_BYTES, plan_reads
 from intarsia.contracts import Box, Member, Piece, StateItem
 from intarsia.errors import UsageError
-from intarsia.layout import Layout, build_layouts, pack, region_numel
+from intarsia.layout import Layout, build_layouts, region_numel
 from intarsia.plugins import current
 from intarsia_placements.config import Block, Column, Flat, Owned, Replicate, Row
 from intarsia_testing.communicator import run_ranks
 from intarsia_testing.doubles import MemoryStorage
+from intarsia_testing.layout import pack
 from intarsia_testing.stateful import Holder, OverStorage, tensor_item
 
 SHAPES = {"m1": (1,), "m5": (5,), "m7": (7, 3), "m0": (0, 4), "scalar": (), "m57": (5, 7), "m751": (7, 5, 1)}

@@ -50,7 +50,9 @@ class Plain:
 def loaders_of(sources, ranks, *, epochs, packing, row, micro_batch, global_batch, folder, seed=0, weights=None):
     parts = tuple(MixturePart(source=StdlibConfig(limit=n + 1), weight=weights[n] if weights else 1.0) for n in range(len(sources)))
     recipe = types.SimpleNamespace(
-        data=DataConfig(loader=PackedConfig(), tokenizer=ByteTokenizerConfig(), mixture=parts, held_out=0.0, prefetch=0, epochs=epochs, packing=packing),
+        data=DataConfig(
+            loader=PackedConfig(), tokenizer=ByteTokenizerConfig(), mixture=parts, held_out=0.0, prefetch=0, epochs=epochs, packing=packing
+        ),
         train=TrainConfig(sequence_length=row, micro_batch=micro_batch, global_batch=global_batch, seed=seed),
         evaluation=EvaluationConfig(),
     )

@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import config_fakes as fakes
 from intarsia import plugins
 from intarsia.cli import main
-from intarsia.config import reference, resolve
+from intarsia.config import resolve
+from intarsia.config.reference import fields
+from intarsia_console import reference
 
 PLUGINS = fakes.loaded(fakes.CONSOLE)
 SUPPORT = str(Path(__file__).parents[1] / "support")
@@ -129,7 +131,7 @@ assert not {{"torch", "numpy"}} & set(sys.modules)
 
 
 def test_the_reference_lists_every_field_of_the_recipe():
-    rows = {row.path: row for row in reference.fields()}
+    rows = {row.path: row for row in fields()}
     assert rows["train.steps"].default == "100"
     assert rows["model"].default is None
     assert rows["data.mixture.N.weight"].type == "float"

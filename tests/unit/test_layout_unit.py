@@ -22,18 +22,16 @@ from intarsia.layout import (
     box_text,
     build_layouts,
     check_partition,
-    pack,
     range_boxes,
     region_parts,
     slices,
-    unpack,
     whole_region,
 )
 from intarsia.transfer import transfer
 from intarsia_placements import block, column, flat, owned, replicate, row
 from intarsia_placements.buffers import buffer_plan
 from intarsia_placements.config import Block, Column, Flat, Owned, Replicate, Row
-from intarsia_testing.layout import box_runs, layout_from_json, simulate
+from intarsia_testing.layout import box_runs, layout_from_json, pack, simulate, unpack
 
 ROW, COLUMN, FLAT, OWNED = row.build(Row()), column.build(Column()), flat.build(Flat()), owned.build(Owned())
 BLOCK, REPLICATE = block.build(Block(tile=(2, 2))), replicate.build(Replicate())

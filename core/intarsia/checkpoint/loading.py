@@ -11,8 +11,7 @@ import torch
 from intarsia.checkpoint.manifest import Manifest, TensorRecord
 from intarsia.checkpoint.planning import Read
 from intarsia.checkpoint.staging import Target, dtype_name, local_region
-from intarsia.contracts.state import Migrates, Stateful, StateItem
-from intarsia.contracts.storage import CheckpointBackend, Piece, Storage
+from intarsia.contracts import CheckpointBackend, Migrates, Piece, Stateful, StateItem, Storage
 from intarsia.errors import CheckpointError, nearest
 from intarsia.layout import whole_region
 

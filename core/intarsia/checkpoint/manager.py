@@ -23,8 +23,7 @@ from intarsia.checkpoint.loading import compare_items, compare_keys, fill
 from intarsia.checkpoint.manifest import encode
 from intarsia.checkpoint.reader import BASE, find_backend
 from intarsia.checkpoint.staging import Staged, collect, plain, stage
-from intarsia.contracts.state import Stateful
-from intarsia.contracts.storage import CheckpointBackend, Storage
+from intarsia.contracts import CheckpointBackend, Stateful, Storage
 from intarsia.errors import CheckpointError, IntarsiaError
 
 if TYPE_CHECKING:

@@ -12,9 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from intarsia.contracts.placement import Box
-from intarsia.contracts.state import StateKind
-from intarsia.contracts.storage import FileRecord, JSONObject, Piece
+from intarsia.contracts import Box, FileRecord, JSONObject, Piece, StateKind
 from intarsia.errors import CheckpointError, did_you_mean
 from intarsia.layout import DTYPE_BYTES, box_text, find_overlap
 

@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from intarsia.checkpoint.manifest import TensorRecord
-from intarsia.contracts.placement import Box, Region
-from intarsia.contracts.storage import Piece
+from intarsia.contracts import Box, Piece, Region
 from intarsia.errors import PluginError
 from intarsia.layout import DTYPE_BYTES, Layout
 

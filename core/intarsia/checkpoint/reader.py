@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from intarsia.checkpoint import commit
 from intarsia.checkpoint.manifest import MANIFEST, MARKER, Manifest
-from intarsia.contracts.placement import Box
-from intarsia.contracts.storage import CheckpointBackend, Storage
+from intarsia.contracts import Box, CheckpointBackend, Storage
 from intarsia.errors import CheckpointError, UsageError, did_you_mean
 from intarsia.plugins import Plugins, current
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from intarsia.checkpoint.manifest import TensorRecord, tensor_head
 from intarsia.checkpoint.planning import Read, layout_rank, plan_reads
-from intarsia.contracts.placement import Box, Region
-from intarsia.contracts.state import Stateful, StateItem
+from intarsia.contracts import Box, Region, Stateful, StateItem
 from intarsia.errors import CheckpointError, PluginError
 from intarsia.layout import DTYPE_BYTES, region_numel, region_parts, whole_region
 

@@ -13,8 +13,7 @@ from intarsia import plugins as registry
 from intarsia.checkpoint.manifest import MANIFEST, MARKER
 from intarsia.checkpoint.reader import BASE, Checkpoint, open_checkpoint
 from intarsia.config import ModelConfig, Recipe, TokenizerConfig, flatten, load_saved, rebuild
-from intarsia.contracts.placement import Box
-from intarsia.contracts.storage import WeightFormat, WeightReader
+from intarsia.contracts import Box, WeightFormat, WeightReader
 from intarsia.errors import CheckpointError, UsageError, did_you_mean
 
 if TYPE_CHECKING:

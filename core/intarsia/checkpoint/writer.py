@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 from intarsia import __version__
 from intarsia.checkpoint import commit
 from intarsia.checkpoint.manifest import TensorRecord, ValueRecord, tensor_head
-from intarsia.contracts.placement import Box
-from intarsia.contracts.state import StateItem
-from intarsia.contracts.storage import CheckpointBackend, Storage
+from intarsia.contracts import Box, CheckpointBackend, StateItem, Storage
 
 if TYPE_CHECKING:
     from torch import Tensor

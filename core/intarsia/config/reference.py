@@ -41,25 +41,3 @@ def _default(field: object) -> str | None:
     if isinstance(value, Config):
         return f"{type(value).__name__}()"
     return shapes.show(shapes.plain(value)) if not isinstance(value, dict) else str(value)
-
-
-def table(node: type[Config], path: str = "") -> str:
-    """A Markdown table of `fields(node)`."""
-    rows = [
-        f"| `{row.path}` | `{row.type.replace('|', chr(92) + '|')}` | {_cell(row.default)} | {_escape(row.doc)} |"
-        for row in fields(node, path)
-    ]
-    return "\n".join(["| Field | Type | Default | Meaning |", "| --- | --- | --- | --- |", *rows]) + "\n" if rows else "No settings.\n"
-
-
-def markdown() -> str:
-    """The reference table of the recipe and of every core node beneath it."""
-    return table(Recipe)
-
-
-def _cell(default: str | None) -> str:
-    return "required" if default is None else f"`{default.replace('|', chr(92) + '|')}`"
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("*", "\\*")

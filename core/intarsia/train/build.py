@@ -79,10 +79,6 @@ def build_data(built: Built) -> Loader:
     check_vocabulary(built.loader.tokenizer, recipe.model)
     if recipe.evaluation.every != 0 and (recipe.data.evaluation or recipe.data.held_out > 0):
         built.evaluation = loader("evaluation")
-    if recipe.train.sequence_length > recipe.model.max_positions:
-        raise UsageError(
-            f"train.sequence_length is {recipe.train.sequence_length}, but the model has {recipe.model.max_positions} positions (model.max_positions)."
-        )
     return built.loader
 
 

@@ -75,8 +75,6 @@ def train(request: Request) -> Run:
 def set_up_torch(threads: int | None, deterministic: bool) -> None:
     """Process-wide settings of torch."""
     if threads is not None:
-        if threads < 1:
-            raise UsageError(f"train.threads is {threads}; it must be at least 1, or none for torch's own choice.")
         torch.set_num_threads(threads)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # What cuBLAS needs to be deterministic.

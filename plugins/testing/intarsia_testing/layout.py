@@ -1,4 +1,4 @@
-"""Layouts and transfers on plain values: what a transfer means, the runs of bytes that it moves, and layouts read back from JSON. Torch-free."""
+"""Layouts and transfers on plain values: tensors cut and joined, what a transfer means, the runs of bytes that it moves, and layouts read back from JSON. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from intarsia.errors import UsageError
-from intarsia.layout import Box, Layout, Region, check_cover, region_numel
+from intarsia.layout import Box, Layout, Region, check_cover, region_numel, region_parts, slices
 from intarsia.transfer import Move, Transfer
+
+
+def pack(full: Any, region: Region, local: Any) -> None:
+    """Copy `region` of a whole tensor into the 1-D buffer `local`, in storage order (torch or numpy)."""
+    for box, view in region_parts(local, region, Box.whole(full.shape)):
+        view[...] = full[slices(box)]
+
+
+def unpack(local: Any, region: Region, full: Any) -> None:
+    """The inverse of `pack`: copy the 1-D buffer `local` to where its region lies in the whole tensor."""
+    for box, view in region_parts(local, region, Box.whole(full.shape)):
+        full[slices(box)] = view
 
 
 def simulate(plan: Transfer, buffers: Sequence[Sequence[Any]]) -> list[list[Any]]:

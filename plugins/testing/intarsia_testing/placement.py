@@ -20,12 +20,12 @@ import numpy as np
 from hypothesis import strategies as st
 from intarsia.contracts import Member, Partition, Placement, Region
 from intarsia.errors import UsageError
-from intarsia.layout import Layout, build_layouts, pack, slices, unpack
+from intarsia.layout import Layout, build_layouts, slices
 from intarsia.plugins import current
 from intarsia.transfer import Transfer, transfer
 
 from intarsia_testing.base import Conformance
-from intarsia_testing.layout import layout_from_json
+from intarsia_testing.layout import layout_from_json, pack, unpack
 from intarsia_testing.promise import broken
 from intarsia_testing.strategies import buckets, example_settings, worlds
 
