@@ -14,7 +14,7 @@ from intarsia.cli import main
 from intarsia.config import rebuild
 from intarsia.contracts import Box
 from intarsia.plugins import current
-from intarsia.train.context import TrainContext
+from intarsia_eager.context import TrainContext
 from intarsia_generation import SamplingConfig, load
 
 transformers = pytest.importorskip("transformers")

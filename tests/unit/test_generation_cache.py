@@ -10,7 +10,7 @@ import torch
 from intarsia.contracts import CacheSpec, MixerSpec
 from intarsia.errors import NumericsError, PluginError, UsageError
 from intarsia.plugins import current
-from intarsia.train.context import TrainContext
+from intarsia_eager.context import TrainContext
 from intarsia_generation import CacheContext, Generator, SamplingConfig
 from intarsia_llama3.config import llama3
 from torch import nn

@@ -8,7 +8,7 @@ from intarsia import ops
 from intarsia.contracts import Batch
 from intarsia.errors import UsageError
 from intarsia.plugins import current
-from intarsia.train.context import TrainContext, windows_of
+from intarsia_eager.context import TrainContext, windows_of
 from intarsia_llama3.config import llama3
 from intarsia_testing.model import documents_of, fill, packed_context, positions_of
 

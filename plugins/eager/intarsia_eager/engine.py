@@ -10,11 +10,11 @@ import torch
 from intarsia.config import CompileConfig, Recipe, RecomputeConfig
 from intarsia.contracts import Batch, Loss, LossSum, Model
 from intarsia.errors import UsageError, did_you_mean
-from intarsia.train.context import TrainContext, windows_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from intarsia_eager.config import EagerConfig
+from intarsia_eager.context import TrainContext, windows_of
 from intarsia_eager.not_finite import as_written, checked
 
 

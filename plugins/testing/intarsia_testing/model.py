@@ -22,7 +22,7 @@ from intarsia.contracts import Box, Entry, Mixer, ModelEntry
 from intarsia.errors import PluginError
 from intarsia.parameters import ParameterTable
 from intarsia.plugins import current, import_reference
-from intarsia.train.context import TrainContext
+from intarsia_eager.context import TrainContext
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -17,7 +17,7 @@ import torch
 from intarsia import ops
 from intarsia.contracts import ModelEntry
 from intarsia.plugins import current, import_reference
-from intarsia.train.context import TrainContext
+from intarsia_eager.context import TrainContext
 from torch import Tensor, nn
 
 from intarsia_testing.promise import keep

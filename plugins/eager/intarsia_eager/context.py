@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from intarsia import ops
 from intarsia.contracts import Mixer
 from intarsia.errors import UsageError
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from intarsia.contracts import Batch
+    from torch import nn
 
 
 class TrainContext:
