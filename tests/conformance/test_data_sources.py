@@ -18,7 +18,7 @@ TEXTS = [f"Document {number}: ä €.\nIts second line." for number in range(25)
 
 
 class TestStdlib(DataSourceConformance):
-    entry = "intarsia:stdlib"
+    entry = "intarsia-data:stdlib"
 
     def config(self, folder):
         return StdlibConfig(limit=30)
@@ -31,7 +31,7 @@ class TestStdlib(DataSourceConformance):
 
 
 class TestTextFiles(DataSourceConformance):
-    entry = "intarsia:text"
+    entry = "intarsia-data:text"
 
     def config(self, folder):
         for number, text in enumerate(TEXTS):
@@ -47,7 +47,7 @@ class TestTextFiles(DataSourceConformance):
 
 
 class TestTextPieces(DataSourceConformance):
-    entry = "intarsia:text"
+    entry = "intarsia-data:text"
 
     def config(self, folder):
         with gzip.open(folder / "all.txt.gz", "wt") as file:
@@ -60,7 +60,7 @@ class TestTextPieces(DataSourceConformance):
 
 
 class TestJsonl(DataSourceConformance):
-    entry = "intarsia:jsonl"
+    entry = "intarsia-data:jsonl"
 
     def config(self, folder):
         (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:10]))
@@ -133,7 +133,7 @@ class Unsteady:
 class BrokenConformance(DataSourceConformance):
     """Not collected by its name: the kit's own tests on a source with a fault."""
 
-    entry = "intarsia:text"
+    entry = "intarsia-data:text"
     fault = ""
 
     def config(self, folder):

@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark conformance tests, and let their reports carry what they examine, from worker processes too."""
     for item in items:
-        examined = getattr(item, "cls", None)
+        examined: Any = getattr(item, "cls", None)
         kind = getattr(examined, "kind", None)
         if isinstance(kind, str) and hasattr(examined, "found_entry"):
             item.add_marker(TESTED)
