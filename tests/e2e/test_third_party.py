@@ -81,6 +81,8 @@ def test_they_train_together_and_resume_on_another_mesh(site: Path, tmp_path: Pa
     assert not list((tmp_path / "two" / "checkpoints").glob("step-*"))
     assert "step-00000005" in run(site, tmp_path, "checkpoint", "list", "two")
     run(site, tmp_path, "checkpoint", "verify", "two")
+    written = json.loads(run(site, tmp_path, "generate", "two", "--prompt", "def ", "--max-tokens", "5", "--ignore-eos", "--json"))
+    assert written["step"] == 5 and len(written["completions"][0]["tokens"]) == 5
 
 
 def test_each_keeps_every_promise(site: Path, tmp_path: Path) -> None:
