@@ -1,6 +1,6 @@
 """Checkpoints: a folder with data files, one JSON manifest, and a marker written last.
 
-Public: `CheckpointManager`, `open_checkpoint`, `open_weights`, `write_checkpoint`, `compare_facts`. May import: errors, contracts, layout, and comm and plugins by type.
+Public: `CheckpointManager`, `open_checkpoint`, `open_weights`, `compare_facts`. May import: errors, contracts, layout, and comm and plugins by type.
 Imports no torch until one of the torch-using names is asked for.
 """
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from intarsia.checkpoint.manager import CheckpointManager
     from intarsia.checkpoint.reader import Checkpoint, open_checkpoint
     from intarsia.checkpoint.weights import open_weights
-    from intarsia.checkpoint.writer import write_checkpoint
 
 __all__ = [
     "Checkpoint",
@@ -26,10 +25,9 @@ __all__ = [
     "compare_facts",
     "open_checkpoint",
     "open_weights",
-    "write_checkpoint",
 ]
 
-HOMES = dict(zip(__all__, ("reader", "manager", "commit", "facts", "commit", "facts", "reader", "weights", "writer"), strict=True))
+HOMES = dict(zip(__all__, ("reader", "manager", "commit", "facts", "commit", "facts", "reader", "weights"), strict=True))
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Weights to start from or to run, wherever they lie: a run, a checkpoint, or a folder that a checkpoint format knows."""
+"""Weights to start from or to run, wherever they lie: in whatever an installed checkpoint format knows."""
 
 from __future__ import annotations
 
@@ -10,64 +10,14 @@ from typing import TYPE_CHECKING
 import chz
 
 from intarsia import plugins as registry
-from intarsia.checkpoint.manifest import MANIFEST, MARKER
-from intarsia.checkpoint.reader import BASE, Checkpoint, open_checkpoint
-from intarsia.config import ModelConfig, Recipe, TokenizerConfig, flatten, load_saved, rebuild
-from intarsia.contracts import Box, WeightFormat, WeightReader
+from intarsia.config import ModelConfig, Recipe, flatten
+from intarsia.contracts import WeightFormat, WeightReader
 from intarsia.errors import CheckpointError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from intarsia.plugins import Plugins
 
 NO_MATTER = ("max_positions", "initial_std", "embedding_std")
-
-OWNER = "model/"
-"""What the keys of a checkpoint's weights begin with."""
-
-
-class CheckpointWeights:
-    """The weights of an Intarsia checkpoint; see `intarsia.contracts.WeightReader`."""
-
-    stop_ids: tuple[int, ...] = ()
-
-    def __init__(self, checkpoint: Checkpoint, run: Path | None, plugins: Plugins):
-        self.checkpoint, self.location = checkpoint, checkpoint.location
-        self._run, self._plugins = run, plugins
-        self._recipe: Recipe | None = None
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe that the checkpoint was saved under, else its run's."""
-        if self._recipe is None:
-            values = self.checkpoint.manifest.facts.get("recipe")
-            if values:
-                self._recipe = rebuild(values, self._plugins)
-            elif self._run is not None:
-                self._recipe = load_saved(self._run, plugins=self._plugins).recipe
-            else:
-                raise UsageError(f"{self.location} does not say which model it holds: no recipe was saved with it, and it lies in no run.")
-        return self._recipe
-
-    @property
-    def model(self) -> ModelConfig:
-        """As in the recipe."""
-        return self.recipe.model
-
-    @property
-    def tokenizer(self) -> TokenizerConfig | None:
-        """As in the recipe."""
-        return self.recipe.data.tokenizer
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of parameters and persistent buffers."""
-        found = self.checkpoint.manifest.tensors
-        return {key.removeprefix(OWNER): record.shape for key, record in found.items() if key.startswith(OWNER)}
-
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
-        return self.checkpoint.read(OWNER + name, box)
 
 
 def check_fit(weights: WeightReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
@@ -93,21 +43,20 @@ def model_differences(recipe: Recipe, model: ModelConfig, plugins: Plugins) -> l
 
 
 def open_weights(path: str | os.PathLike[str], plugins: Plugins | None = None) -> WeightReader:
-    """The weights at `path`: a run directory (its newest complete checkpoint), a checkpoint's folder, or a folder of a format that says it knows it.
+    """The weights at `path`, which is a file or folder of an installed format: a run directory, a checkpoint's folder, a Hugging Face folder.
 
     UsageError that says what was looked for where it is none of these. Stability: provisional.
     """
     place, chosen = Path(path).expanduser(), plugins or registry.current()
     if not place.exists():
         raise UsageError(f"There is nothing at {place}.")
-    run = next((each for each in (place, place.parent.parent) if (each / "recipe.json").is_file()), None)
-    if run == place or any((place / name).exists() for name in (MARKER, MANIFEST, BASE)):
-        return CheckpointWeights(open_checkpoint(place, plugins=chosen), run, chosen)
-    asked = ["a run directory (recipe.json, checkpoints/)", f"a checkpoint ({MANIFEST}, {MARKER})"]
+    asked = []
     for entry in chosen.registry("checkpoint format").entries():
         target = chosen.target(entry)()
         if isinstance(target, WeightFormat):
             if target.recognises(place):
                 return target.open_weights(place)
             asked.append(f"{entry.name} ({target.looks_for})")
-    raise UsageError(f"{place} holds no weights that can be read here. Looked for: {'; '.join(asked)}.")
+    raise UsageError(
+        f"{place} holds no weights that can be read here. Looked for: {'; '.join(asked) or 'nothing, since no plugin reads weights'}."
+    )

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from intarsia import device as devices
 from intarsia import ops
-from intarsia.checkpoint.weights import CheckpointWeights, check_fit, open_weights
+from intarsia.checkpoint.weights import check_fit, open_weights
 from intarsia.config import ModelConfig, TokenizerConfig
 from intarsia.contracts import Tokenizer, WeightReader
 from intarsia.errors import UsageError, did_you_mean
 from intarsia.layout import DTYPE_BYTES
 from intarsia.parameters import materialise_buffers
 from intarsia.plugins import Plugins, current
+from intarsia_checkpoint_formats.weights import CheckpointWeights
 from torch import nn
 
 from intarsia_generation.generator import Generator

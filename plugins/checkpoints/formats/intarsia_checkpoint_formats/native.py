@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from intarsia.checkpoint import Checkpoint, CheckpointRef, open_checkpoint, write_checkpoint
+from intarsia.checkpoint import Checkpoint, CheckpointRef, open_checkpoint
+from intarsia.checkpoint.manifest import MANIFEST, MARKER
 from intarsia.checkpoint.reader import BASE, find_backend, storage_of_folder, storage_of_run
 from intarsia.contracts import Storage
 from intarsia.errors import UsageError, did_you_mean
 from intarsia.plugins import current
+
+from intarsia_checkpoint_formats.weights import CheckpointWeights
+from intarsia_checkpoint_formats.writer import write_checkpoint
 
 
 def check_options(options: Mapping[str, str], known: tuple[str, ...]) -> None:
@@ -39,8 +43,23 @@ def copy(checkpoint: Checkpoint, storage: Storage, options: Mapping[str, str]) -
     )
 
 
+def run_of(path: Path) -> Path | None:
+    """The run directory that `path` is, or that the checkpoint in it belongs to."""
+    return next((each for each in (path, path.parent.parent) if (each / "recipe.json").is_file()), None)
+
+
 class NativeFormat:
-    """See `intarsia.contracts.CheckpointFormat`."""
+    """See `intarsia.contracts.CheckpointFormat` and `WeightFormat`."""
+
+    looks_for = f"a run directory with recipe.json and {BASE}/, or a checkpoint with {MANIFEST} and {MARKER}"
+
+    def recognises(self, path: Path) -> bool:
+        """A run directory, a checkpoint, or a folder of checkpoints."""
+        return run_of(path) == path or any((path / name).exists() for name in (MARKER, MANIFEST, BASE))
+
+    def open_weights(self, path: Path) -> CheckpointWeights:
+        """Of the checkpoint, or of the run's newest complete one."""
+        return CheckpointWeights(open_checkpoint(path), run_of(path), current())
 
     def export(self, checkpoint: Checkpoint, folder: Path, options: Mapping[str, str]) -> list[Path]:
         """Into `folder/checkpoints/`, so that `folder` can be named where a run directory is asked for."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import safetensors
 import torch
-from intarsia.checkpoint import Checkpoint, write_checkpoint
+from intarsia.checkpoint import Checkpoint
 from intarsia.checkpoint.manifest import TensorRecord
 from intarsia.checkpoint.reader import BASE, find_backend, storage_of_run
 from intarsia.checkpoint.staging import dtype_name
@@ -19,6 +19,7 @@ from intarsia.plugins import current
 from safetensors.torch import save_file
 
 from intarsia_checkpoint_formats.native import check_options
+from intarsia_checkpoint_formats.writer import write_checkpoint
 
 HEADER_BYTES = 50 << 20
 """Upper bound of what a shard's header is let grow to; readers refuse headers above 100,000,000 bytes."""
