@@ -22,3 +22,7 @@ class TestVarlen(KernelConformance):
 
 class TestTritonRMSNorm(KernelConformance):
     op, entry = "rms_norm", "intarsia-kernels:triton"
+
+
+class TestTritonCrossEntropy(KernelConformance):
+    op, entry = "cross_entropy", "intarsia-kernels:cross_entropy/triton"

@@ -71,7 +71,8 @@ class Built:
             return batch
 
         def move(value: object) -> object:
-            return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+            # Pinned, since a copy from pageable memory would wait for all that the device has still to do.
+            return value.pin_memory().to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
 
         extra = {name: move(value) for name, value in batch.extra.items()}
         tensors = {name: move(getattr(batch, name)) for name in ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")}
