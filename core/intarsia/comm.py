@@ -30,6 +30,7 @@ from intarsia.errors import DistributedError, UsageError
 ReduceOp = Literal["sum", "max", "min"]
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_TORCH_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # Newer torch renames these two and warns of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -312,7 +313,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         work = self._reducible(self._staged(tensor)).contiguous()
-        dist.all_reduce(work, _torch_op(op), self.group)
+        dist.all_reduce(work, _TORCH_OPS[op], self.group)
         if work is not tensor:
             tensor.copy_(work)
 
@@ -338,16 +339,16 @@ class ProcessGroupCommunicator(Communicator):
         if self._is_gloo(work):
             # One all-to-all, then a sum in rank order: true sizes, the same bits in every run, and half precision summed in float32.
             received = self._exchange(list(work.split(counts)), [counts[self.rank]] * self.size)
-            total = received[0].to(_sum_dtype(full.dtype))
+            total = self._reducible(received[0])
             for part in received[1:]:
                 total = _COMBINE[op](total, part.to(total.dtype))
             return total.to(full.dtype).to(full.device)
         work = self._reducible(work)
         result = work.new_empty(counts[self.rank])
         if len(set(counts)) == 1:
-            _reduce_scatter(result, work, _torch_op(op), self.group)
+            _reduce_scatter(result, work, _TORCH_OPS[op], self.group)
         else:
-            dist.reduce_scatter(result, list(work.split(counts)), _torch_op(op), self.group)
+            dist.reduce_scatter(result, list(work.split(counts)), _TORCH_OPS[op], self.group)
         return result.to(full.dtype)
 
     def _exchange(self, sends: list[Tensor], receive_counts: list[int]) -> list[Tensor]:
@@ -499,14 +500,6 @@ def _checked(op: str) -> str:
     if op not in _COMBINE:
         raise UsageError(f"A reduction is one of {', '.join(_COMBINE)}, not {op!r}. For a mean: sum, then divide by a global count.")
     return op
-
-
-def _torch_op(op: ReduceOp) -> Any:
-    return {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def _canonical(value: Any) -> bytes:

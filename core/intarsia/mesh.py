@@ -114,10 +114,8 @@ class Mesh:
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world.size):
             place = self._coordinates(rank)
-            if axes == ("ep",):
-                members.setdefault((rank // self.sizes["ep"],), []).append(rank)
-            else:
-                members.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(rank)
+            fixed = (rank // self.sizes["ep"],) if axes == ("ep",) else tuple(place[axis] for axis in AXES if axis not in axes)
+            members.setdefault(fixed, []).append(rank)
         groups = list(members.values())
         if len(groups) == 1:
             return self.world

@@ -7,10 +7,9 @@ import json
 import math
 
 import pytest
-from intarsia.checkpoint.facts import compare_facts
+from intarsia.checkpoint.facts import check_changes, compare_facts
 from intarsia.config import ParameterGroup
 from intarsia.errors import UsageError
-from intarsia.train import resume
 from intarsia.train.events import EventLog
 from intarsia.train.groups import assign, freeze, optimizer_groups
 from intarsia_console.progress import Progress, clock, short
@@ -126,9 +125,9 @@ def test_resume_stops_at_another_model_and_warns_of_another_learning_rate() -> N
     }
     differences = compare_facts(saved, now)
     with pytest.raises(UsageError, match=r"model.dim: was 32, is 64") as error:
-        resume.check(differences, False, "runs/x/checkpoints/step-5")
+        check_changes(differences, False, "runs/x/checkpoints/step-5")
     assert "--allow-changes" in str(error.value)
-    warnings = resume.check(differences, True, "runs/x")
+    warnings = check_changes(differences, True, "runs/x")
     assert any("optimizer.lr: was 0.1, is 0.2" in text for text in warnings)
     assert any("plugin a: was '1', is '2'" in text for text in warnings)
     assert not any("checkpoint.every" in text for text in warnings)

@@ -291,15 +291,13 @@ def clean(storage: Storage, base: str, token: str, number: int, exclusive: bool)
 
 def _alive(pid: int) -> bool:
     """Whether another process of this host has this id. Our own id in another session's name is a dead predecessor's."""
-    if pid == os.getpid():
-        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except OSError:
-        return True
-    return True
+        return True  # It is there, and another user's.
+    return pid != os.getpid()
 
 
 @contextlib.contextmanager

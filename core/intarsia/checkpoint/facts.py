@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+from intarsia.errors import UsageError
 
 Level = Literal["fatal", "warning", "note"]
 
@@ -59,6 +61,18 @@ def compare_facts(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[
             level, why = next((level, why) for glob, level, why in RULES if fnmatch.fnmatchcase(what, glob))
             found.append(Difference(what, old.get(what), new.get(what), level, why))
     return sorted(found, key=lambda difference: ("fatal", "warning", "note").index(difference.level))
+
+
+def check_changes(differences: Sequence[Difference], allow_changes: bool, location: str) -> list[str]:
+    """What to warn of when a run is resumed. Raises UsageError, with both sides of each, for fatal differences unless they are allowed."""
+    fatal = [difference for difference in differences if difference.level == "fatal"]
+    if fatal and not allow_changes:
+        lines = "\n".join(f"  {difference}" for difference in fatal)
+        raise UsageError(
+            f"{location} was made by another run than this:\n{lines}\n"
+            "Undo the changes, or start a new run. If you know that they are right, say --allow-changes."
+        )
+    return [f"Resumed with a change: {difference}." for difference in differences if difference.level != "note"]
 
 
 def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:

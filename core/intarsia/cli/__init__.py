@@ -20,6 +20,7 @@ from intarsia.plugins import current, use  # not `plugins`: intarsia.cli.plugins
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+TITLES = {2: "usage error", 3: "plugin error", 4: "numerics error", 5: "checkpoint error", 75: "stopped"}
 
 USAGE = """\
 Usage: intarsia [--disable PLUGIN] [--allow PLUGIN] COMMAND ...
@@ -69,13 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except IntarsiaError as error:
         if os.environ.get("INTARSIA_DEBUG", "") not in ("", "0"):
             traceback.print_exc()
-        print(f"intarsia: {_titles(error)}: {error}", file=sys.stderr)
+        print(f"intarsia: {TITLES.get(error.exit_code, 'error')}: {error}", file=sys.stderr)
         return error.exit_code
-
-
-def _titles(error: IntarsiaError) -> str:
-    words = {2: "usage error", 3: "plugin error", 4: "numerics error", 5: "checkpoint error", 75: "stopped"}
-    return words.get(error.exit_code, "error")
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -16,6 +16,7 @@ import intarsia
 from intarsia import device as devices
 from intarsia.checkpoint import compare_facts
 from intarsia.checkpoint.commit import load_manifest
+from intarsia.checkpoint.facts import check_changes
 from intarsia.checkpoint.weights import model_differences, open_weights
 from intarsia.comm import Communicator, init_world
 from intarsia.config.resolve import Resolved
@@ -23,7 +24,6 @@ from intarsia.contracts import Run, StepSummary
 from intarsia.errors import CheckpointError, IntarsiaError, StoppedWithCheckpoint, UsageError
 from intarsia.mesh import check_mesh, check_supported
 from intarsia.plugins import Plugins, check_same_plugins
-from intarsia.train import resume
 from intarsia.train.build import build
 from intarsia.train.built import Built
 from intarsia.train.evaluate import evaluate
@@ -113,7 +113,12 @@ class Trainer:
         self._durable_step: int | None = None
         self._window: list[StepSummary] = []
         self._peak_flops = devices.peak_flops(device, self._recipe.precision.compute)
-        self._facts: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {
+            "recipe": {path: entry["value"] for path, entry in request.resolved.resolved_json()["values"].items()},
+            "plugins": request.plugins.facts(),
+            "world": world.size,
+            "mesh": dict(sizes),
+        }
         self._error: dict[str, str] | None = None
 
     def run_all(self) -> Run:
@@ -135,13 +140,15 @@ class Trainer:
             self._close_parts()
             built.hooks.after_run(run=run, outcome=outcome)
             self._warn_of_hooks()
-            fields = {
-                "reason": run.stop_reason,
-                "checkpoint_step": self._durable_step,
-                "tokens_total": self._built.progress.tokens,
-                "error": self._error,
-            }
-            built.event("run_end", outcome=outcome, step=run.step, **fields)
+            built.event(
+                "run_end",
+                outcome=outcome,
+                step=run.step,
+                reason=run.stop_reason,
+                checkpoint_step=self._durable_step,
+                tokens_total=built.progress.tokens,
+                error=self._error,
+            )
             if built.events is not None:
                 built.events.close()
         if outcome == "stopped":
@@ -159,8 +166,20 @@ class Trainer:
 
     def _set_up(self) -> None:
         built = self._built
-        self._facts = self._make_facts()
-        built.event("run_start", **self._start_facts())
+        built.event(
+            "run_start",
+            run=self._recipe.name,
+            directory=str(self._directory.path),
+            resume=self._request.resume,
+            steps=self._recipe.train.steps,
+            world=built.world.size,
+            mesh=self._sizes,
+            device=devices.describe(built.device),
+            versions={"intarsia": intarsia.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            host=platform.node(),
+            pid=os.getpid(),
+            plugins=self._request.plugins.fingerprint(),
+        )
         if not self._request.resume:  # A resume that is refused must leave the files as they are.
             self._write_files()
         built.hooks.before_run(run=built.run)
@@ -174,35 +193,12 @@ class Trainer:
         built.random.restore(built.run.step)
         self._write_files()
 
-    def _make_facts(self) -> dict[str, Any]:
-        values = {path: entry["value"] for path, entry in self._request.resolved.resolved_json()["values"].items()}
-        plugins = self._request.plugins.facts()
-        world = self._built.world.size
-        return {"recipe": values, "plugins": plugins, "world": world, "mesh": dict(self._sizes)}
-
-    def _start_facts(self) -> dict[str, Any]:
-        built = self._built
-        return {
-            "run": self._recipe.name,
-            "directory": str(self._directory.path),
-            "resume": self._request.resume,
-            "steps": self._recipe.train.steps,
-            "world": built.world.size,
-            "mesh": self._sizes,
-            "device": devices.describe(built.device),
-            "versions": {"intarsia": intarsia.__version__, "torch": torch.__version__, "python": platform.python_version()},
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "plugins": self._request.plugins.fingerprint(),
-        }
-
     def _write_files(self) -> None:
         if self._built.events is None:
             return
-        resolved = self._request.resolved
-        self._directory.write(RECIPE, resolved.recipe_json())
-        self._directory.write(RESOLVED, resolved.resolved_json())
-        self._directory.write(PLUGINS, self._request.plugins.facts())
+        resolved, plugins = self._request.resolved, self._request.plugins
+        for name, facts in ((RECIPE, resolved.recipe_json()), (RESOLVED, resolved.resolved_json()), (PLUGINS, plugins.facts())):
+            self._directory.write(name, facts)
 
     def _initialise(self, source: str) -> None:
         """Begin with weights that are there already, instead of drawn ones."""
@@ -222,7 +218,7 @@ class Trainer:
             built.warn("There is no complete checkpoint to resume from: the run begins at step 0.")
             return
         changes = compare_facts(load_manifest(manager.storage, latest.folder).facts, self._facts)
-        for warning in resume.check(changes, self._request.allow_changes, latest.location):
+        for warning in check_changes(changes, self._request.allow_changes, latest.location):
             built.warn(warning)
         step = manager.load(latest, built.components)
         self._saved_step = self._durable_step = step
@@ -308,11 +304,10 @@ class Trainer:
         rate = sum(each.tokens for each in self._window) / max(seconds, 1e-9)
         self._window = []
         peak = self._peak_flops and self._peak_flops * built.world.size
-        fields = dataclasses.asdict(summary) | {"step": summary.step + 1}
         mfu = rate * built.flops_per_token / peak if peak else None
         built.event(
             "step",
-            **fields,
+            **(dataclasses.asdict(summary) | {"step": summary.step + 1}),
             tokens_total=self._built.progress.tokens,
             tokens_per_s=rate,
             mfu=mfu,
