@@ -90,10 +90,9 @@ def summed_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk: i
 def main() -> None:
     """Train for some steps; report the median step after warm-up."""
     parser = argparse.ArgumentParser()
-    for name, value in dict(
-        vocab=2048, dim=256, layers=6, heads=8, kv_heads=4, hidden=768, sequence=512, batch=4, steps=30, warmup=5, threads=1, chunk=1024
-    ).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    sizes = {"vocab": 2048, "dim": 256, "layers": 6, "heads": 8, "kv-heads": 4, "hidden": 768, "sequence": 512, "batch": 4}
+    for name, value in {**sizes, "steps": 30, "warmup": 5, "threads": 1, "chunk": 1024}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
     torch.manual_seed(0)
