@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from intarsia.config.shapes import unique
 from intarsia.contracts import Box, FileRecord, JSONObject, Piece, StateKind
 from intarsia.errors import CheckpointError, did_you_mean
 from intarsia.layout import DTYPE_BYTES, box_text, find_overlap
@@ -101,19 +102,11 @@ def encode(value: Any) -> bytes:
 def decode(data: bytes, where: str) -> Any:
     """Strict JSON of the file `where`: no duplicate keys, no NaN. CheckpointError says what is wrong."""
 
-    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in found:
-            if key in result:
-                raise ValueError(f"the key {key!r} is there twice in one object")
-            result[key] = value
-        return result
-
     def constant(name: str) -> Any:
         raise ValueError(f"{name} is not a JSON number")
 
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
     except RecursionError:
         raise CheckpointError(f"{where} is not valid: nested too deeply.") from None
     except ValueError as error:

@@ -147,11 +147,10 @@ def show(loaded: plugins.Plugins, name: str) -> tuple[dict[str, Any], int]:
     if not (records or failures or entries):
         known = {n for r in loaded.records for n in (r.candidate.distribution, r.candidate.id)} | {e.name for e in every}
         raise UsageError(f"no plugin and no entry is called {name!r}. {did_you_mean(name, known)} {loaded.report()}".rstrip())
-    shown = [{**entry_facts(entry), "settings": settings_of(loaded, entry)} for entry in entries]
     facts = {
         "name": name,
         "plugins": [plugin_facts(r) for r in records],
-        "entries": shown,
+        "entries": [{**entry_facts(entry), "settings": settings_of(loaded, entry)} for entry in entries],
         "failures": [failure_facts(f) for f in failures],
     }
     return facts, PluginError.exit_code if failures else 0
@@ -199,12 +198,11 @@ def doctor(loaded: plugins.Plugins) -> dict[str, Any]:
                     {"plugin": entry.plugin, "note": f"{kind} {entry.name!r} is also offered as {', '.join(others)}: choose by full name"}
                 )
             _examine(loaded, entry, problems, notes)
-    checked = sum(len(record.entries) for record in loaded.records)
-    api = {"intarsia": intarsia.__version__, "plugin_api": intarsia.PLUGIN_API}
     return {
-        **api,
+        "intarsia": intarsia.__version__,
+        "plugin_api": intarsia.PLUGIN_API,
         "plugins": len(loaded.records),
-        "entries": checked,
+        "entries": sum(len(record.entries) for record in loaded.records),
         "problems": problems,
         "notes": notes,
     }

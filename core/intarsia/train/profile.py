@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,20 +11,17 @@ import torch
 from intarsia.config import ProfileConfig
 
 
-def profiled(config: ProfileConfig, step: int, rank: int, directory: Path) -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def profiled(config: ProfileConfig, step: int, rank: int, directory: Path) -> Iterator[None]:
     """A context for step `step` that writes `traces/step-STEP-rank-RANK.json` when the recipe asks for this step, and does nothing otherwise."""
     if step not in config.steps:
-        return contextlib.nullcontext()
-    return _traced(config.memory, directory / "traces" / f"step-{step:06}-rank-{rank:04}.json")
-
-
-@contextlib.contextmanager
-def _traced(memory: bool, path: Path):  # type: ignore[no-untyped-def]
+        yield
+        return
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    with profile(activities=activities, profile_memory=memory, record_shapes=memory) as profiler:
-        yield profiler
+    with profile(activities=activities, profile_memory=config.memory, record_shapes=config.memory) as profiler:
+        yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    profiler.export_chrome_trace(str(path))
+    profiler.export_chrome_trace(str(directory / "traces" / f"step-{step:06}-rank-{rank:04}.json"))
