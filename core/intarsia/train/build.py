@@ -11,7 +11,7 @@ import torch
 
 from intarsia import ops
 from intarsia.checkpoint import CheckpointManager
-from intarsia.config import ModelConfig, Recipe
+from intarsia.config import Config, ModelConfig, Recipe
 from intarsia.contracts import BuildStage, Loader, StepState, Tokenizer
 from intarsia.device import capabilities
 from intarsia.errors import UsageError
@@ -108,7 +108,7 @@ def build_parameters(built: Built) -> Any:
     recipe = built.resolved.recipe
     precision = recipe.precision
     built.table = ParameterTable.from_model(built.model, precision.master, precision.compute, precision.reduce, recipe.train.seed)
-    config = recipe.sharder
+    config: Config = recipe.sharder
     whole = [entry for entry in built.plugins.registry("sharder").entries() if entry.name == "whole"]
     if whole and built.world.size == 1 and precision.master == precision.compute == precision.reduce:
         config = built.plugins.config_class(whole[0])()

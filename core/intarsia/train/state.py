@@ -73,8 +73,8 @@ class OptimizerState:
         items = []
         for parameter, slots in self._optimizer.slots().items():
             for slot, tensor in slots.items():
-                kind, layout = ("tensor", _layout(self._table, parameter, tensor)) if tensor.ndim else ("replicated", None)
-                items.append(StateItem("optimizer", f"{parameter}/{slot}", kind, tensor, layout))
+                layout = _layout(self._table, parameter, tensor) if tensor.ndim else None
+                items.append(StateItem("optimizer", f"{parameter}/{slot}", "tensor" if tensor.ndim else "replicated", tensor, layout))
         return items
 
     def load_state(self, values: Mapping[str, Any], missing_rank_state: bool = False) -> None:
