@@ -21,7 +21,7 @@ def hooks_page() -> str:
         parts.append(f"\n## {sort.capitalize()}s\n")
         for node in tree.body:
             function = getattr(hookspecs, getattr(node, "name", ""), None)
-            facts = getattr(function, "intarsia_spec", None)
+            facts = getattr(function, "spec_facts", None)
             if not isinstance(node, ast.FunctionDef) or facts is None or facts.sort != sort:
                 continue
             returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
