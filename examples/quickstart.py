@@ -135,6 +135,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the whole run")
     parser.add_argument("overrides", nargs="*", metavar="PATH=VALUE", help="overrides of the recipe, for both runs")
     options = parser.parse_args()
+    if options.steps <= STOP_AFTER:
+        parser.error(f"--steps must be more than {STOP_AFTER}: the broken run dies after {KILL_AFTER} and is stopped after {STOP_AFTER}.")
     start = time.monotonic()
     unbroken, broken = options.directory / "unbroken", options.directory / "broken"
     for run in (unbroken, broken):
