@@ -40,7 +40,7 @@ def offer_kernels() -> Sequence[KernelEntry]:
             name="varlen",
             op="attention",
             target="intarsia_kernels.attention.varlen:attention",
-            doc="torch's variable-length flash attention over packed rows. No sinks, no softcap.",
+            doc="torch's variable-length flash attention over packed rows; scaled_dot_product_attention for rows of one document.",
             needs=("cuda", "varlen"),
             dtypes=("bfloat16", "float16"),
             bounds={"*@bfloat16": 2e-2, "*@float16": 4e-3},

@@ -36,7 +36,7 @@ def attention(
     queries, keys = q_BSHD.shape[1], k_BTKD.shape[1]
     plain = documents_k_BT is None and positions_q_BS is None and positions_k_BT is None
     if plain and queries == keys and (window is None or window >= keys):
-        return _causal(q_BSHD, k_BTKD, v_BTKD, scale)
+        return causal(q_BSHD, k_BTKD, v_BTKD, scale)
     compiling = torch.compiler.is_compiling()
     if packing is not None and not compiling and queries == keys and positions_q_BS is None and positions_k_BT is None:
         documents = sum(map(len, packing.lengths))
@@ -68,8 +68,8 @@ def supports(
 attention.supports = supports  # type: ignore[attr-defined]
 
 
-def _causal(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, scale: float) -> Tensor:
-    """Each row is one causal sequence."""
+def causal(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, scale: float) -> Tensor:
+    """Causal attention where each row is one sequence."""
     q, k, v = q_BSHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped).transpose(1, 2)
@@ -96,7 +96,7 @@ def _by_document(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, scale: float, w
     for (count, length), q, k, v in zip(runs, *parts, strict=True):
         q, k, v = (x.unflatten(0, (count, length)) for x in (q, k, v))
         if window is None or window >= length:
-            y = _causal(q, k, v, scale)
+            y = causal(q, k, v, scale)
         else:
             y = _masked(q, k, v, scale, visible(length, length, q.device, window, None, None, None, None)[:, None])
         out.append(y.flatten(0, 1))
