@@ -90,6 +90,11 @@ def part_name(folder: str, rank: int) -> str:
     return f"{folder}/parts/rank-{rank:05d}.json"
 
 
+def begin(storage: Storage, folder: str, rank: int) -> None:
+    """The first finished file of a save: without one, what a crash leaves of the first data file would be in no list, and never be deleted."""
+    write_file(storage, f"{folder}/parts/begun-{rank:05d}", b"")
+
+
 def wait_for_parts(storage: Storage, folder: str, world: int, timeout_s: float) -> list[dict[str, Any]]:
     """Every rank's part. CheckpointError when a rank reports a failure, or has not reported in time."""
     parts: dict[int, dict[str, Any]] = {}
