@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from intarsia_eager.config import EagerConfig
 from intarsia_eager.context import TrainContext, windows_of
+from intarsia_eager.memory import keep_freed_memory
 from intarsia_eager.not_finite import as_written, checked
 
 
@@ -52,6 +53,8 @@ class EagerEngine:
 
 def build(config: EagerConfig, model: nn.Module, loss: Loss, recipe: Recipe) -> EagerEngine:
     """The entry's target."""
+    if next(model.parameters()).device.type == "cpu":
+        keep_freed_memory()
     prepare_regions(model, recipe.compile, recipe.recompute)
     return EagerEngine(model, loss)
 
