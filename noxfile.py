@@ -64,7 +64,7 @@ def tests(session: nox.Session) -> None:
     """All tests that run on a CPU within minutes."""
     rest = install(session, *TEST)
     session.env["OMP_NUM_THREADS"] = "1"
-    session.run("pytest", "-n", "2", "--dist", "loadfile", "-m", "not slow and not gpu and not vllm", *rest)
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "-m", "not slow and not gpu", *rest)
 
 
 @nox.session
@@ -72,7 +72,7 @@ def nightly(session: nox.Session) -> None:
     """Slow tests and thorough property tests."""
     rest = install(session, *TEST)
     session.env["INTARSIA_HYPOTHESIS"] = "thorough"
-    session.run("pytest", "-m", "not gpu and not vllm", *rest)
+    session.run("pytest", "-m", "not gpu", *rest)
 
 
 @nox.session

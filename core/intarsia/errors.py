@@ -59,7 +59,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> tuple[str, ...]:
     `intarsia-placements:owned`. Stability: stable.
     """
     known = list(dict.fromkeys(known))
-    folded = {}
+    folded: dict[str, str] = {}
     for candidate in known:
         for form in (candidate, candidate.rpartition(":")[2], candidate.rpartition(".")[2]):
             folded.setdefault(form.lower(), candidate)

@@ -203,7 +203,7 @@ class Plugins:
         entries = [entry for registry in kinds for entry in registry.entries() if entry.config is not None]
         # Nearly always the class is where its entry says; one that is re-exported elsewhere is found by importing the others.
         reference, name = f"{chosen.__module__}:{chosen.__qualname__}", f":{chosen.__qualname__}"
-        for entry in sorted(entries, key=lambda entry: (entry.config != reference, not entry.config.endswith(name))):
+        for entry in sorted(entries, key=lambda entry: (entry.config != reference, not str(entry.config).endswith(name))):
             _, error = contained(self.config_class, entry)
             if error is not None and entry.config == reference:  # another entry's fault must not hide the answer
                 raise error

@@ -11,7 +11,7 @@ import types
 import pytest
 from intarsia import PLUGIN_API, __version__, cli, plugins
 from intarsia.contracts import Entry, KernelEntry
-from intarsia.errors import CheckpointError, NumericsError, PluginError, StoppedWithCheckpoint, UsageError
+from intarsia.errors import CheckpointError, DistributedError, NumericsError, PluginError, StoppedWithCheckpoint, UsageError
 from intarsia.hookspecs import hookimpl
 
 
@@ -126,6 +126,7 @@ def test_mistakes_are_told_without_a_traceback(acme, capsys, words, code, messag
         (PluginError("p"), 3),
         (NumericsError("n"), 4),
         (CheckpointError("c"), 5),
+        (DistributedError("d"), 6),
         (StoppedWithCheckpoint("s"), 75),
         (KeyboardInterrupt(), 130),
     ],
@@ -135,6 +136,7 @@ def test_exit_codes(acme, capsys, monkeypatch, error, code):
     got, _, err = run(capsys, "echo", "x")
     assert got == code
     assert "Traceback" not in err
+    assert "intarsia: error" not in err  # each class has a title of its own
     monkeypatch.setenv("INTARSIA_DEBUG", "1")
     if code != 130:
         assert "Traceback" in run(capsys, "echo", "x")[2]

@@ -1,6 +1,6 @@
 """The command `intarsia`. Commands are entries of kind "command"; only the one that runs is imported.
 
-Exit codes: 0 done, 1 a bug of ours, 2 usage, 3 plugin, 4 numerics, 5 checkpoint, 75 stopped with a checkpoint, 130 interrupted.
+Exit codes: 0 done, 1 a bug of ours, 2 usage, 3 plugin, 4 numerics, 5 checkpoint, 6 distributed, 75 stopped with a checkpoint, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from intarsia.plugins import current, use  # not `plugins`: intarsia.cli.plugins
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-TITLES = {2: "usage error", 3: "plugin error", 4: "numerics error", 5: "checkpoint error", 75: "stopped"}
+TITLES = {2: "usage error", 3: "plugin error", 4: "numerics error", 5: "checkpoint error", 6: "distributed error", 75: "stopped"}
 
 USAGE = """\
 Usage: intarsia [--disable PLUGIN] [--allow PLUGIN] COMMAND ...

@@ -27,7 +27,7 @@ from intarsia.contracts.environment import (
     ToolSpec,
     Turn,
 )
-from intarsia.contracts.model import HFRule, HFShape, HFTable, Init, Model, Regions
+from intarsia.contracts.model import HFRule, HFTable, Init, Model, Regions
 from intarsia.contracts.placement import ALIGNMENT_BYTES, Box, Member, Partition, Placement, Region
 from intarsia.contracts.run import BuildStage, Run, StepSummary
 from intarsia.contracts.sequence import CacheSpec, ContextKind, Mixer, MixerSpec, SequenceContext
@@ -77,7 +77,6 @@ __all__ = [
     "Episode",
     "FileRecord",
     "HFRule",
-    "HFShape",
     "HFTable",
     "Image",
     "Init",

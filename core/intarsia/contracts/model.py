@@ -66,9 +66,6 @@ class Model(Protocol):
         """Forward plus backward FLOPs for one trained token of a causal sequence of this length, without recomputation."""
 
 
-HFShape = Literal["same", "transpose"]
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class HFRule:
     """One row of a Hugging Face table. Stability: provisional.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from intarsia.layout import Layout
 
 StateKind = Literal["tensor", "replicated", "keyed", "rank"]
@@ -65,8 +67,9 @@ class Migrates(Protocol):
 class StepState(Protocol):
     """State that changes with training once per optimizer step, whatever accumulation or recomputation does (router counts and biases). Stability: provisional."""
 
-    def reduce(self, all_reduce_sum: Any) -> None:
-        """Combine what this step's micro-batches counted over all ranks."""
+    def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
+        """Combine what this step's micro-batches counted over all ranks, before the event `before_update`. The argument sums a tensor over the
+        ranks that share the data, in place; every rank calls it equally often."""
 
     def commit(self) -> None:
-        """Apply it, once, after the optimizer step."""
+        """Apply it, once, after the optimizer step, and count anew."""

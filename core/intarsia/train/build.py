@@ -89,7 +89,7 @@ def build_model(built: Built) -> torch.nn.Module:
     with torch.device("meta"):
         built.model = built.plugins.build(recipe.model)
     freeze(recipe.parameter_groups, built.model)
-    built.flops_per_token = built.model.flops_per_token(recipe.train.sequence_length)
+    built.flops_per_token = built.model.flops_per_token(recipe.train.sequence_length)  # type: ignore[operator]
     return built.model
 
 

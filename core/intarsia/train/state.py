@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _layout(table: ParameterTable, name: str, tensor: torch.Tensor) -> Any:
-    return dataclasses.replace(table[name].layout, dtype=str(tensor.dtype).removeprefix("torch."))
+    return dataclasses.replace(table[name].layout, dtype=str(tensor.dtype).removeprefix("torch."))  # type: ignore[type-var]
 
 
 class ModelState:
