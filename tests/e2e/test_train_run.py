@@ -19,6 +19,7 @@ from intarsia.hookspecs import hookimpl
 from intarsia.train.events import read_events
 from intarsia.train.run_directory import RunDirectory
 from intarsia_checkpoint_posix.storage import PosixWriter
+from intarsia_models_common.feed_forward import SwiGLU
 
 RECIPE = f"{Path(__file__).with_name('train_recipes.py')}:tiny"
 
@@ -131,6 +132,17 @@ def test_resume_with_muon(train: Train) -> None:
     cut_back(Path("runs/whole"), Path("cut"), 3)
     assert train("--resume", "cut", recipe=None) == 0
     assert steps("cut") == steps("runs/whole")
+
+
+def test_evaluation_that_draws_changes_nothing_that_follows(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = SwiGLU.forward
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: torch.nn.functional.dropout(forward(self, x), 0.5, training=True))
+    every = ("train.steps=5", "checkpoint.keep_last=0")
+    assert train("--name", "whole", *every, "evaluation.every=3") == 0
+    assert train("--name", "quiet", *every, "evaluation.every=0") == 0
+    cut_back(Path("runs/whole"), Path("cut"), 3)  # saved before the evaluation of the same step
+    assert train("--resume", "cut", recipe=None) == 0
+    assert steps("cut") == steps("runs/whole") == steps("runs/quiet")
 
 
 def test_resume_of_another_model_shows_both_sides(train: Train, unbroken: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from intarsia.checkpoint.facts import check_changes, compare_facts
 from intarsia.config import ParameterGroup
 from intarsia.errors import UsageError
@@ -211,3 +216,22 @@ def test_sparks_are_as_wide_as_asked() -> None:
     assert len(spark(list(range(1000)), 30)) == 30
     assert spark([3.0, 3.0], 8) == "▁▁"
     assert spark([], 8) == ""
+
+
+def test_a_sink_that_seeds_moves_no_generator(tmp_path: Path) -> None:
+    class Seeding:
+        def write(self, event: Mapping[str, Any]) -> None:
+            torch.manual_seed(1)
+            random.seed(1)
+
+        close = torch.seed
+
+    log = EventLog(tmp_path, [("acme:seeding", Seeding())])
+    torch.manual_seed(7)
+    random.seed(7)
+    expected = torch.rand(3), random.random()
+    torch.manual_seed(7)
+    random.seed(7)
+    log.write("step")
+    log.close()
+    assert torch.equal(torch.rand(3), expected[0]) and random.random() == expected[1]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from intarsia.contracts import MetricSink
+from intarsia.hooks import undisturbed
 
 SCHEMA = 1
 FILE = "events.jsonl"
@@ -68,9 +69,8 @@ class EventLog:
         return record
 
     def _guard(self, name: str, sink: MetricSink, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:
+        _, error, _ = undisturbed(action)  # a sink that seeds or draws must not change the run's numbers
+        if error is not None:
             self._sinks.remove((name, sink))
             logger.error("Metric sink %s failed and is switched off: %s: %s", name, type(error).__name__, error)
 

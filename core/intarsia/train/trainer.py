@@ -22,6 +22,7 @@ from intarsia.comm import Communicator, init_world
 from intarsia.config.resolve import Resolved
 from intarsia.contracts import Run, StepSummary
 from intarsia.errors import CheckpointError, IntarsiaError, StoppedWithCheckpoint, UsageError
+from intarsia.hooks import undisturbed
 from intarsia.mesh import check_mesh, check_supported
 from intarsia.plugins import Plugins, check_same_plugins
 from intarsia.train.build import build
@@ -289,7 +290,10 @@ class Trainer:
         if built.evaluation is None or self._evaluated_step == step:
             return
         self._evaluated_step = step
-        metrics = evaluate(built)
+        # A model may draw in evaluation as well; training goes on as if it had not, as it does when it is resumed from here.
+        metrics, error, _ = undisturbed(evaluate, built)
+        if error is not None:
+            raise error
         if metrics:
             built.event("evaluation", step=step, **metrics)
             built.hooks.after_evaluation(run=built.run, step=step, metrics=metrics)
