@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -165,3 +166,41 @@ def test_errors_come_before_any_process_is_started(
     monkeypatch.chdir(tmp_path)
     assert main(["train", RECIPE, "--processes", "3", "mesh.dp_replicate=2"]) == 2
     assert "3" in capsys.readouterr().err and not Path("runs").exists()
+
+
+STOPS_AT_THE_END = """
+from intarsia.hookspecs import hookimpl
+
+INTARSIA_API = 1
+
+
+@hookimpl
+def after_step(run, summary):
+    if summary.step == run.recipe.train.steps - 1:
+        run.request_stop("enough")
+"""
+
+
+def test_a_stop_that_comes_too_late_is_no_stop_on_any_rank(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An observer asks on rank 0, after the last step: no step is left in which the ranks could agree, so all of them finish."""
+    (tmp_path / "acme_stop.py").write_text(STOPS_AT_THE_END)
+    (tmp_path / "acme_stop-1.0.dist-info").mkdir()
+    (tmp_path / "acme_stop-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-stop\nVersion: 1.0\n")
+    (tmp_path / "acme_stop-1.0.dist-info" / "entry_points.txt").write_text("[intarsia]\nstop = acme_stop\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("INTARSIA_CHECK_COLLECTIVES", "1")
+    path = tmp_path / "run"
+    code, text = finish(start("--dir", str(path), "--processes", "2", "mesh.dp_replicate=2", cache=cache))
+    assert code == 0, text
+    end = events(path, "run_end")[0]
+    assert (end["outcome"], end["step"], end["checkpoint_step"]) == ("done", 8, 8)
+    assert events(path, "evaluation")[-1]["step"] == 8
+
+
+def test_a_rank_refuses_to_run_with_other_plugins_than_its_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {"fingerprint": "other", "plugins": {"acme-gone/gone": "1.0"}}
+    monkeypatch.setenv("INTARSIA_PLUGINS_EXPECTED", json.dumps(expected))
+    assert main(["train", RECIPE, "--dir", str(tmp_path / "run")]) == 3
+    assert "acme-gone/gone 1.0 is missing" in capsys.readouterr().err and not (tmp_path / "run").exists()

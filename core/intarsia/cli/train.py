@@ -61,6 +61,7 @@ class TrainCommand:
         if resuming and directory is None:
             directory = newest_run(resolved.recipe.name)
             resolved = load_saved(directory, arguments.overrides, arguments.transforms)
+        plugins.verify_child()
         processes = int(os.environ.get("WORLD_SIZE", "1")) if arguments.processes is None else arguments.processes
         if processes < 1:
             raise UsageError(f"--processes is {processes}; it must be at least 1.")

@@ -20,7 +20,6 @@ class Run:
     """A run, as every hook is handed it. Stability: provisional.
 
     `step` counts finished optimizer steps. `parts` holds what has been built so far, by stage ("model" -> nn.Module ...): read it, don't replace it.
-    `request_stop` ends the run after the current step with a checkpoint.
     """
 
     recipe: Recipe
@@ -32,7 +31,8 @@ class Run:
     stop_reason: str | None = None
 
     def request_stop(self, reason: str) -> None:
-        """Ask for an orderly end after this step. The reason is recorded."""
+        """Ask for an orderly end with a checkpoint, on any rank. Ranks agree on it within a step: it is this one when asked before the update; from
+        `after_step` on it is the next where there are several ranks, and where no step is left the run is simply done. The reason is recorded."""
         self.stop_reason = self.stop_reason or reason
 
     def rng(self, stream: str, owner: str) -> random.Random:

@@ -131,8 +131,7 @@ class Trainer:
         try:
             with self._signals:
                 self._set_up()
-                self._loop()
-                outcome = self._finish()
+                outcome = self._finish(self._loop())
         except BaseException as error:
             self._error = {"type": type(error).__name__, "message": str(error)}
             built.hooks.on_run_error(run=run, error=error)
@@ -239,7 +238,8 @@ class Trainer:
         run.stop_reason = run.stop_reason or self._signals.asked()
         return Flags(run.stop_reason is not None, self._failure is not None)
 
-    def _loop(self) -> None:
+    def _loop(self) -> bool:
+        """Whether the ranks agreed to stop. A rank that is asked after the last step has nobody left to agree with, and finishes as all do."""
         built, run = self._built, self._built.run
         if run.step == 0 and self._recipe.evaluation.at_start:
             self._evaluate()
@@ -252,7 +252,7 @@ class Trainer:
                 raise
             if result is None:
                 built.warn(f"The data ended after step {run.step} of {self._recipe.train.steps}: the run ends here.")
-                return
+                return False
             summary, flags = result
             if flags.failed:
                 self._raise_failure()
@@ -264,7 +264,8 @@ class Trainer:
                 self._periodic()
             if stop:
                 run.stop_reason = next(reason for reason in built.world.gather_json(run.stop_reason, what="reason to stop") if reason)
-                return
+                return True
+        return False
 
     def _periodic(self) -> None:
         step, checkpoint, evaluation = self._built.run.step, self._recipe.checkpoint.every, self._recipe.evaluation.every
@@ -329,9 +330,9 @@ class Trainer:
 
     # ------------------------------------------------------------ the end
 
-    def _finish(self) -> str:
+    def _finish(self, stopped: bool) -> str:
         """Last checkpoint, last evaluation; returns the outcome."""
-        built, stopped = self._built, self._built.run.stop_reason is not None
+        built = self._built
         if self._recipe.checkpoint.every != 0:
             self._save()
         if not stopped:
