@@ -23,7 +23,7 @@ class EagerEngine:
     """Forward, loss and backward as written. Dtypes are the sharder's: there is no autocast here."""
 
     def __init__(self, model: nn.Module, loss: Loss):
-        self._model = model
+        self._model: Any = model  # a module that is an intarsia.contracts.Model
         self._loss = loss
         self._windows = windows_of(model)
 

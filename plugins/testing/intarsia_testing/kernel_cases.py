@@ -215,6 +215,6 @@ def bench_case(op: str, small: bool) -> Case:
         tensors = {name: normal(rows, tokens, count, head_dim) for name, count in shapes.items()}
         lengths = ((tokens // 4, tokens - tokens // 4), *((tokens,),) * (rows - 1))
         documents = torch.stack([torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(row)]) for row in lengths])
-        fixed: dict[str, Any] = {"scale": head_dim**-0.5, "documents_q_BS": documents, "documents_k_BT": documents, "packing": lengths}
-        return Case(f"{rows} x {tokens}, {heads}/{kv_heads} heads of {head_dim}, packed", tensors, fixed)
+        packed = {"scale": head_dim**-0.5, "documents_q_BS": documents, "documents_k_BT": documents, "packing": lengths}
+        return Case(f"{rows} x {tokens}, {heads}/{kv_heads} heads of {head_dim}, packed", tensors, packed)
     raise KeyError(op)
