@@ -451,7 +451,7 @@ def init_world(
 
     `device` is this process's (`intarsia.device.select` gives it). `timeout_s` bounds every wait for another rank. `check` turns check mode on
     (default: the environment variable INTARSIA_CHECK_COLLECTIVES is 1). Processes meet at MASTER_ADDR:MASTER_PORT, or at the URL in
-    INTARSIA_RENDEZVOUS (`file:///shared/path`), or through `store`.
+    INTARSIA_RENDEZVOUS (`file:///shared/path`), or through `store`. Stability: provisional.
     """
     device = torch.device(device)
     size, rank = (_environment_integer(name) for name in ("WORLD_SIZE", "RANK"))

@@ -1,4 +1,7 @@
-"""CPU and CUDA behind one facade: which device, what it can do, peak memory and peak speed."""
+"""CPU and CUDA behind one facade: which device, what it can do, peak memory and peak speed.
+
+Stability: provisional.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ An implementation may take fewer arguments than its spec, by name.
 
 Plugins that own a further kind declare it with `add_hookspecs` and the decorators below, and get a registry and the checks of core's own.
 No event may call a collective unless its spec says so.
+
+Stability: stable, every hook and decorator here; what a kind's `target` is handed is as stable as the contract that it names.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _require(kept: bool, sentence: str) -> None:
 
 
 def box_text(box: Box) -> str:
-    """A box as messages show it: `[0:4, 8:16]`."""
+    """A box as messages show it: `[0:4, 8:16]`. Stability: provisional."""
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.end, strict=True)) + "]"
 
 
@@ -132,7 +132,7 @@ def _check_boxes(shape: Sequence[int], region: Region) -> str:
 
 
 def busiest_dimension(boxes: Sequence[Box], rank: int) -> int:
-    """The dimension along which the boxes begin at the most different places: the best one to sort by."""
+    """The dimension along which the boxes begin at the most different places: the best one to sort by. Stability: private."""
     return max(range(rank), key=lambda d: len({box.start[d] for box in boxes})) if rank > 1 else 0
 
 
@@ -153,7 +153,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def check_cover(shape: Sequence[int], regions: Sequence[Region]) -> str:
-    """What keeps `regions`, one for each rank, from being a disjoint cover of the tensor; "" when nothing does."""
+    """What keeps `regions`, one for each rank, from being a disjoint cover of the tensor; "" when nothing does. Stability: provisional."""
     for rank, region in enumerate(regions):
         problem = _check_boxes(shape, region)
         if problem:

@@ -233,7 +233,7 @@ class ParameterTable(Mapping[str, ParameterInfo]):
 
 
 def fill_region(name: str, shape: Sequence[int], init: Init, region: Region, out: Tensor, seed: int) -> None:
-    """Write the initial values of `region` of a tensor into `out`; see `ParameterTable.fill`. A function of the arguments alone."""
+    """Write the initial values of `region` of a tensor into `out`; see `ParameterTable.fill`. A function of the arguments alone. Stability: provisional."""
     if out.numel() != region_numel(region) or not out.is_contiguous():
         raise PluginError(
             f"{name}: {tuple(out.shape)} cannot take the {region_numel(region)} elements of its region; it must be contiguous."
@@ -268,7 +268,7 @@ def fill_region(name: str, shape: Sequence[int], init: Init, region: Region, out
 
 def materialise_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
     """Put every buffer of `model` on `device`: those on the meta device are drawn (by `model.inits()`) or, if not persistent, recomputed by the
-    model's `fill_buffers`. Raises PluginError for a persistent buffer on the meta device that has no initial value."""
+    model's `fill_buffers`. Raises PluginError for a persistent buffer on the meta device that has no initial value. Stability: provisional."""
     inits: Mapping[str, Init] = model.inits() if hasattr(model, "inits") else {}  # type: ignore[operator]
     for prefix, module in model.named_modules():
         for key, buffer in list(module._buffers.items()):

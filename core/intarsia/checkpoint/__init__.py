@@ -1,6 +1,6 @@
 """Checkpoints: a folder with data files, one JSON manifest, and a marker written last.
 
-Public: `CheckpointManager`, `open_checkpoint`, `open_weights`, `compare_facts`. May import: errors, contracts, layout, and comm and plugins by type.
+Public: `CheckpointManager`, `open_checkpoint`, `open_weights`, `compare_facts`. May import: errors, contracts, layout, plugins, config, and comm by type.
 Imports no torch until one of the torch-using names is asked for.
 """
 

@@ -49,7 +49,7 @@ class Command(Protocol):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are UsageErrors."""
+    """An ArgumentParser whose errors are UsageErrors. Stability: provisional."""
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (without the program's name; None: this process's). Returns the exit code."""
+    """Run a command line (without the program's name; None: this process's). Returns the exit code. Stability: stable."""
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -141,7 +141,7 @@ def _command_list() -> str:
 
 
 def load_command(entry: Entry) -> Command:
-    """The command of an entry, imported now. PluginError when it can't be, or is none."""
+    """The command of an entry, imported now. PluginError when it can't be, or is none. Stability: provisional."""
     found: Any = current().target(entry)
     command = found() if isinstance(found, type) else found
     if not isinstance(command, Command):

@@ -1,4 +1,7 @@
-"""Base classes of config nodes: what a plugin's config classes derive from. Immutable, typed, torch-free (dtypes are strings)."""
+"""Base classes of config nodes: what a plugin's config classes derive from. Immutable, typed, torch-free (dtypes are strings).
+
+Stability: stable.
+"""
 
 from __future__ import annotations
 

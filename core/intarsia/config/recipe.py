@@ -1,6 +1,8 @@
 """The Recipe: one immutable value that says everything about a run.
 
 Reference documentation of every field is generated from the `doc=` texts here.
+
+Stability: stable, classes and fields; later versions add fields.
 """
 
 from __future__ import annotations

@@ -352,5 +352,5 @@ def flatten(recipe: Recipe, plugins: Plugins) -> dict[str, Any]:
 
 
 def rebuild(values: Mapping[str, Any], plugins: Plugins) -> Recipe:
-    """The recipe of flat values. Fields that are not given take their defaults; UsageError names every unknown path, wrong type and missing value."""
+    """The recipe of flat values. Fields that are not given take their defaults; UsageError names every unknown path, wrong type and missing value. Stability: provisional."""
     return finish(plant(values, "values"), Schema(plugins), "The values make no recipe")

@@ -1,4 +1,7 @@
-"""Attention's reference: any mask that the signature can say, in memory bounded by chunks of queries."""
+"""Attention's reference: any mask that the signature can say, in memory bounded by chunks of queries.
+
+Stability: provisional.
+"""
 
 from __future__ import annotations
 
