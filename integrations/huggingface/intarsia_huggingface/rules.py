@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
-
 from intarsia.contracts import HFRule, HFTable
 from intarsia.errors import CheckpointError, PluginError, did_you_mean
+from torch import Tensor
 
 OPS = ("same", "transpose", "rope_half_to_pairs", "split:K", "stack")
 
