@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -171,7 +170,8 @@ def test_any_field_of_another_type_is_an_error_or_harmless() -> None:
                 assert WHERE in str(error)
 
 
-def test_large_manifests_are_checked_quickly() -> None:
+@pytest.mark.timeout(60)  # a second or two: what grows with the square of items or pieces would take minutes
+def test_large_manifests_are_checked() -> None:
     value = good()
     for name in range(20_000):
         key = f"{name}-" + "n" * 1000
@@ -179,10 +179,8 @@ def test_large_manifests_are_checked_quickly() -> None:
     rows = [piece([2 * r, 0], [2, 3], 24 * r, 24, "data/1.bin") for r in range(4096)]
     value["tensors"]["model/big"] = w(good()) | {"name": "big", "shape": [8192, 3], "pieces": rows}
     value["files"]["data/1.bin"] = {"size": 24 * 4096, "sha256": "f" * 64}
-    begin = time.process_time()
     data = encode(to_json(from_json(value, WHERE)))
     assert from_json(decode(data, WHERE), WHERE).tensors["model/big"].numel == 3 * 8192
-    assert time.process_time() - begin < 10
 
 
 def test_overlaps_are_found_in_any_dimension() -> None:

@@ -1,11 +1,10 @@
-"""`intarsia config`: the tree, JSON, differences, the list; quick and without torch."""
+"""`intarsia config`: the tree, JSON, differences, the list; without torch."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -112,10 +111,10 @@ def test_a_terminal_shows_what_was_changed_in_bold(intarsia, monkeypatch):
     assert "seed" in bold[0]
 
 
-def test_it_is_quick_and_imports_no_torch():
+def test_it_imports_no_torch():
     script = f"""
 import sys; sys.path.insert(0, {SUPPORT!r})
-import config_fakes, time
+import config_fakes
 from intarsia import plugins
 from intarsia.cli import main
 plugins.use(config_fakes.loaded(config_fakes.CONSOLE))
@@ -123,11 +122,9 @@ code = main(["config", "fake/large"])
 assert code == 0
 assert not {{"torch", "numpy"}} & set(sys.modules)
 """
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "0-61" in done.stdout
-    assert time.perf_counter() - started < 5  # a bound for a busy machine; about 0.3 s on an idle one
 
 
 def test_the_reference_lists_every_field_of_the_recipe():

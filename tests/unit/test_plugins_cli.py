@@ -303,8 +303,10 @@ def test_options_before_the_command_select_plugins():
     assert "plugins.disable names 'no-such-plugin'" in done.stderr
 
 
-def test_help_and_list_import_no_torch():
-    program = "import sys\nfrom intarsia.cli import main\ncode = main(sys.argv[1:])\nprint(code, sorted({'torch', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+def test_help_and_list_import_nothing_heavy():
+    """Speed is a benchmark's to measure; this is what it comes from. chz is for recipes, and takes longer than all that the list needs."""
+    heavy = {"torch", "numpy", "chz", "transformers", "triton", "asyncio", "multiprocessing", "ssl"}
+    program = f"import sys\nfrom intarsia.cli import main\ncode = main(sys.argv[1:])\nprint(code, sorted({heavy} & set(sys.modules)), file=sys.stderr)"
     for words in (["--help"], ["plugins", "list"], ["plugins", "list", "--json"], ["--version"]):
         done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
         assert done.stderr.splitlines()[-1] == "0 []", words
@@ -316,16 +318,3 @@ def test_a_reader_that_goes_away_is_no_error():
     assert done.stdout.strip() in ("0", "141")
     assert "Traceback" not in done.stderr
     assert "Broken" not in done.stderr
-
-
-def test_help_and_list_are_quick():
-    """At most 0.35 s of processor time, the best of three: other work on the machine must not count."""
-    resource = pytest.importorskip("resource")
-    for words in (["--help"], ["plugins", "list"]):
-        taken = []
-        for _ in range(3):
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            assert spawn(*words).returncode == 0
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            taken.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-        assert min(taken) <= 0.35, (words, taken)

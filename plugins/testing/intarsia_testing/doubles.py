@@ -223,15 +223,16 @@ class FaultyStorage(WrappedStorage):
 
 
 class SlowStorage(WrappedStorage):
-    """Sleeps `seconds_s` before each write, or, with a `gate`, waits there until the gate is set."""
+    """Sleeps `seconds_s` before each write, or, with a `gate`, waits there until the gate is set. `waiting` is set once a write has come that far."""
 
     def __init__(self, inner: Storage, seconds_s: float = 0.05, gate: threading.Event | None = None):
         super().__init__(inner)
-        self.seconds_s, self.gate = seconds_s, gate
+        self.seconds_s, self.gate, self.waiting = seconds_s, gate, threading.Event()
 
     def before(self, operation: str, name: str) -> None:
         """Sleep or wait."""
         if operation == "write":
+            self.waiting.set()
             if self.gate is not None:
                 self.gate.wait(60)
             else:
