@@ -184,6 +184,47 @@ def test_a_damaged_checkpoint_is_skipped_and_told(train: Train, unbroken: Path) 
     assert steps("cut") == steps(unbroken)
 
 
+def test_resume_before_the_first_checkpoint_begins_with_the_weights_that_were_given(train: Train, unbroken: Path) -> None:
+    assert train("--name", "a", "train.steps=2", "checkpoint.every=0", "--init-from", str(unbroken)) == 0
+    first = steps("runs/a")
+    assert train("--resume", "runs/a", recipe=None) == 0
+    assert len(events("runs/a", "initialise")) == 2 and steps("runs/a") == first
+    assert train("--resume", "runs/a", "checkpoint.every=1", recipe=None) == 0
+    assert train("--resume", "runs/a", "train.steps=3", recipe=None) == 0
+    assert [event["step"] for event in events("runs/a", "resume")] == [2] and len(events("runs/a", "initialise")) == 3
+
+
+@pytest.mark.parametrize("part", ["data", "manifest.json"])
+def test_a_run_whose_every_checkpoint_is_damaged_does_not_begin_anew(
+    train: Train, unbroken: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut_back(unbroken, Path("cut"), 6)
+    for folder in (Path("cut") / "checkpoints").iterdir():
+        path = next(path for path in (folder / part, *(folder / part).glob("*")) if path.is_file())
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    before = len(steps("cut"))
+    assert train("--resume", "cut", recipe=None) == 5
+    text = capsys.readouterr().err
+    assert "Every checkpoint of cut is damaged" in text and "step-00000003: " in text and "step-00000006: " in text
+    assert len(events("cut", "step")) == before
+
+
+def test_resume_with_another_optimizer_says_what_to_do(train: Train, unbroken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut_back(unbroken, Path("cut"), 3)
+    assert train("--resume", "cut", "optimizer=muon", recipe=None) == 2
+    text = capsys.readouterr().err
+    assert "intarsia-optimizers:adamw" in text and "intarsia-optimizers:muon" in text and "--init-from" in text
+    assert train("--resume", "cut", "optimizer=muon", "--allow-changes", recipe=None) == 5
+    text = capsys.readouterr().err
+    assert "/momentum" in text and "--init-from cut/checkpoints/step-00000003" in text.replace(str(Path.cwd()) + "/", "")
+    frozen = ("parameter_groups.0.name=kept", 'parameter_groups.0.match=["layers.0.*"]', "parameter_groups.0.frozen=true")
+    assert train("--resume", "cut", *frozen, recipe=None) == 5
+    assert "only in the checkpoint" in capsys.readouterr().err
+    assert train("--name", "new", "optimizer=muon", "train.steps=1", "--init-from", "cut/checkpoints/step-00000003") == 0
+
+
 # ---------------------------------------------------------------- how a run ends badly
 
 

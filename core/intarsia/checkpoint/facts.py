@@ -15,6 +15,7 @@ RULES: tuple[tuple[str, Level, str], ...] = (
     ("recipe model*", "fatal", "the saved weights belong to another model"),
     ("recipe data.tokenizer*", "fatal", "token ids have another meaning"),
     ("recipe data.*", "warning", "the saved position in the data may have another meaning"),
+    ("recipe optimizer", "fatal", "the saved optimizer state is another optimizer's; a new run can begin with the weights: --init-from"),
     ("recipe train.seed", "fatal", "order of the data and random streams would change in the middle of the run"),
     ("recipe train.sequence_length", "fatal", "the saved position in the data counts rows of the old length"),
     ("recipe train.global_batch", "warning", "from here on a step trains on another number of rows"),

@@ -305,7 +305,8 @@ class CheckpointManager:
             wrong = compare_keys(manifest, [key for key, (_, item) in items.items() if same_mesh or item.kind != "rank"], everywhere, allow)
             wrong += compare_items(manifest, items, allow_dtype)
             if wrong:
-                problems = ["\n".join([f"{ref.location} does not fit this run:", *wrong])]
+                hint = f"Undo what was changed since it was saved, or begin a new run with its weights: --init-from {ref.location}"
+                problems = ["\n".join([f"{ref.location} does not fit this run:", *wrong, hint])]
         except (CheckpointError, OSError) as error:
             problems = [str(error)]
         self._agree(problems)

@@ -17,6 +17,7 @@ from intarsia import device as devices
 from intarsia.checkpoint import compare_facts
 from intarsia.checkpoint.commit import load_manifest
 from intarsia.checkpoint.facts import check_changes
+from intarsia.checkpoint.manifest import MARKER
 from intarsia.checkpoint.weights import model_differences, open_weights
 from intarsia.comm import Communicator, init_world
 from intarsia.config.resolve import Resolved
@@ -186,9 +187,8 @@ class Trainer:
         build(built, self._sizes, self._facts)
         built.manager.on_durable(self._durable)
         built.manager.on_error(lambda step, error: built.hooks.on_checkpoint_error(run=built.run, step=step, error=error))
-        if self._request.resume:
-            self._resume()
-        elif self._recipe.train.init_from:
+        resumed = self._request.resume and self._resume()
+        if not resumed and self._recipe.train.init_from:
             self._initialise(self._recipe.train.init_from)
         built.random.restore(built.run.step)
         self._write_files()
@@ -209,14 +209,21 @@ class Trainer:
                 built.warn(f"The weights in {weights.location} come from another model: {difference}.")
         built.event("initialise", location=weights.location)
 
-    def _resume(self) -> None:
+    def _resume(self) -> bool:
+        """Load the newest checkpoint; False where the run was cut off before its first. One that was complete once and is damaged is no such case."""
         built, manager = self._built, self._built.manager
         latest = manager.latest()
         for skipped in manager.skipped:
             built.warn(f"Checkpoint {skipped.folder} is not used: {skipped.reason}")
         if latest is None:
+            lost = [entry for entry in manager.skipped if f"{entry.folder}/{MARKER}" in manager.storage.list(entry.folder)]
+            if lost:
+                reasons = "".join(f"\n  {entry.folder}: {entry.reason}" for entry in lost)
+                raise CheckpointError(
+                    f"Every checkpoint of {self._directory.path} is damaged. Restore its files, or begin a new run in another directory.{reasons}"
+                )
             built.warn("There is no complete checkpoint to resume from: the run begins at step 0.")
-            return
+            return False
         changes = compare_facts(load_manifest(manager.storage, latest.folder).facts, self._facts)
         for warning in check_changes(changes, self._request.allow_changes, latest.location):
             built.warn(warning)
@@ -226,6 +233,7 @@ class Trainer:
             built.warn("The random generators were saved on another mesh: their state is derived anew from seed, rank and step.")
         built.event("resume", step=step, location=latest.location, changes=[dataclasses.asdict(change) for change in changes])
         built.hooks.after_load(run=built.run, step=step, location=latest.location)
+        return True
 
     # ------------------------------------------------------------ the loop
 
