@@ -72,10 +72,14 @@ class SequenceContext(Protocol):
         """Causal softmax attention of the new tokens over everything visible to them. Returns [B, S, H, Dv]."""
 
     def latent(self, mixer: str, latent_BSC: Tensor, attend: Callable[..., Tensor], **settings: Any) -> Tensor:
-        """Attention over a compressed latent (MLA): the context keeps the latent and calls `attend(latent, positions, mask)`."""
+        """Attention over a compressed latent (MLA): the context keeps the latent and calls `attend(latent_BTC, positions_BT, documents_BT, **settings)`
+        with all that it keeps: each entry's position, and its document (negative: an empty slot; None in place of the tensor: all are one). What the
+        new tokens may see of it is `attend`'s to decide, by `ops.attention`. Returns what `attend` returns."""
 
     def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
-        """A recurrence with a state for each sequence: the context resets the state where documents begin and keeps it between calls."""
+        """A recurrence with a state for each sequence: the context calls `update(*inputs, state=..., documents_BS=..., **settings)`, which returns
+        (outputs, new state), and keeps the state between calls; `state` None is the beginning. `update` begins anew wherever the document
+        changes within a row. Returns the outputs."""
 
     def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
         """Attention over tokens chosen by an indexer: the context keeps keys, values and index keys."""

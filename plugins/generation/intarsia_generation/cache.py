@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from intarsia import ops
-from intarsia.contracts import CacheSpec, MixerSpec
+from intarsia.contracts import CacheSpec, Mixer, MixerSpec
 from intarsia.errors import PluginError, UsageError, did_you_mean
 from torch import Tensor, nn
 
@@ -59,7 +59,7 @@ class CacheContext:
         self.chunk, self.device = chunk, device
         self.lengths = [0] * rows
         self._specs: dict[str, MixerSpec] = {
-            name: module.cache_spec() for name, module in model.named_modules() if hasattr(module, "cache_spec")
+            name: module.cache_spec() for name, module in model.named_modules() if isinstance(module, Mixer)
         }
         self._slots: dict[int | None, Slots] = {}
         self._caches: dict[tuple[str, str], Tensor] = {}
