@@ -27,8 +27,8 @@ from intarsia.layout import (
     whole_region,
 )
 from intarsia.transfer import transfer
+from intarsia_flexshard.bucket import make_plan
 from intarsia_placements import block, column, flat, owned, replicate, row
-from intarsia_placements.buffers import buffer_plan
 from intarsia_placements.config import Block, Column, Flat, Owned, Replicate, Row
 from intarsia_testing.layout import box_runs, layout_from_json, pack, simulate, unpack
 
@@ -242,7 +242,6 @@ def test_replicate_by_word_and_by_placement_are_the_same() -> None:
         (lambda: build_layouts([Member("x", (2,))], [("a", 0, ROW)]), "size 0; it must be at least 1"),
         (lambda: transfer(Layout.whole((2,)), Layout.whole((3,))), r"shape \(2,\) cannot be moved into a layout of shape \(3,\)"),
         (lambda: simulate(transfer(Layout.whole((2,)), Layout.whole((2,))), [[1]]), "stores 2 elements, the buffer has 1"),
-        (lambda: buffer_plan([Member("x", (2,), "float31")], [()]), "unknown dtype 'float31'. Did you mean 'float32'"),
     ],
 )
 def test_refusals_say_what_is_wrong(make: Any, words: str) -> None:
@@ -425,11 +424,12 @@ def test_the_norm_of_a_pending_tensor_is_taken_after_the_reduction() -> None:
 # ---------------------------------------------------------------- buffers, size, imports
 
 
-def test_members_begin_at_multiples_of_128_bytes() -> None:
-    members = [Member("a", (33,)), Member("b", (0,)), Member("c", (3,), "bfloat16"), Member("d", (64,), "float8_e4m3fn")]
-    plan = buffer_plan(members, [whole_region(member.shape) for member in members])
-    assert plan.offsets_bytes == (0, 256, 256, 384) and plan.total_bytes == 512
-    assert buffer_plan(members, [()] * 4).total_bytes == 0
+def test_members_begin_at_multiples_of_the_alignment() -> None:
+    members = [Member("a", (33,)), Member("b", (0,)), Member("c", (3,)), Member("d", (64,))]
+    regions = [whole_region(member.shape) for member in members]
+    plan = make_plan([regions, [()] * 4], alignment=32)
+    assert plan.offsets == ((0, 64, 64, 96), (0, 0, 0, 0)) and plan.counts == (160, 0)
+    assert [(piece.member, piece.offset) for piece in plan.pieces()] == [(0, 0), (2, 64), (3, 96)]
 
 
 def test_every_dtype_size_is_torchs() -> None:
