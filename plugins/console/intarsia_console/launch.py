@@ -31,9 +31,11 @@ def launch(arguments: Sequence[str], processes: int) -> int:
         try:
             with _passing_on(ranks):
                 failed = _wait(ranks)
+            if failed is None:
+                return 0
             if failed:
                 _show(logs[failed - 1], failed)
-            return 0 if failed is None else _code(ranks[failed].returncode)
+            return _code(failed, ranks[failed].returncode)
         finally:
             for each in ranks:
                 if each.poll() is None:
@@ -77,7 +79,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """Until all have ended; the first that failed, or None. After a failure the others get GRACE_S, then are killed."""
     first: int | None = None
     deadline = float("inf")
-    while any(each.poll() is None for each in ranks):
+    while None in [each.poll() for each in ranks]:  # Every rank is asked: any() would stop at the first that lives.
         if first is None:
             first = next((rank for rank, each in enumerate(ranks) if each.returncode), None)
             deadline = time.monotonic() + GRACE_S if first is not None else deadline
@@ -88,7 +90,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
         time.sleep(0.05)
     failed = [rank for rank, each in enumerate(ranks) if each.returncode]
     # An error that all ranks agree on is rank 0's to tell, whoever ended first.
-    if 0 in failed and first is not None and ranks[0].returncode == ranks[first].returncode:
+    if 0 in failed and first is not None and ranks[0].returncode == ranks[first].returncode > 0:
         return 0
     return first if first is not None else (failed[0] if failed else None)
 
@@ -99,6 +101,9 @@ def _show(log: IO[bytes], rank: int) -> None:
     sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()[-40:]))
 
 
-def _code(status: int) -> int:
-    """A shell's exit code for a process's end: 128 + n after signal n."""
+def _code(rank: int, status: int) -> int:
+    """A shell's exit code for a process's end: 128 + n after signal n, which is told, since the process could not."""
+    if status < 0:
+        hint = ": out of memory, or killed by hand" if -status == signal.SIGKILL else ""
+        sys.stderr.write(f"intarsia: rank {rank} was ended by {signal.Signals(-status).name}{hint}.\n")
     return status if status >= 0 else 128 - status
