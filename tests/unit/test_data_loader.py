@@ -132,6 +132,23 @@ def test_changed_data_or_order_stops_the_resume_and_names_both_sides(tmp_path):
         longer.load_state({"position": value | {"samples": 11}})
 
 
+@pytest.mark.parametrize(("length", "cut"), [(40, False), (39, True)])
+def test_more_epochs_after_the_end_skip_no_token(tmp_path, length, cut):
+    listed = Doubles(Listed([tokens(*range(length))]))
+    first = build_loader(recipe(), listed, 0, 1, tmp_path)
+    while first.next_step() is not None:
+        pass
+    (item,) = first.state()
+    first.load_state({"position": item.value})
+    again = build_loader(recipe(data={"epochs": 2}), listed, 0, 1, tmp_path)
+    if cut:
+        with pytest.raises(UsageError, match="last row was cut short"):
+            again.load_state({"position": item.value})
+    else:
+        again.load_state({"position": item.value})
+        assert again.next_step()[0].tokens_BS[0, 0] == 0
+
+
 def test_documents_come_from_their_lengths_and_not_from_eos(tmp_path):
     """Documents of 3, 1 and 4 tokens with eos (7) inside one of them: boundaries are where documents end."""
     tokenizer = Ids()

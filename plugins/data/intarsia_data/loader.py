@@ -75,6 +75,7 @@ class Loader:
         self._rank, self._ranks, self._train = rank, ranks, train
         self._row, self._micro_batch, self._global_batch = recipe.train.sequence_length, recipe.train.micro_batch, recipe.train.global_batch
         self._weights = [weight / sum(weights) for weight in weights]
+        self._epochs = data.epochs if train else 1
         # Evaluation is the same whatever the seed, so that runs with different seeds compare.
         self._seed: int | str = recipe.train.seed if train else "evaluation"
         self._streams = [self._stream(recipe, number) for number in range(len(names))]
@@ -182,6 +183,8 @@ class Loader:
         """One replicated item: samples delivered, steps, and what the order of samples depends on. Prepared batches do not count."""
         epochs = [self._streams[number].consumed(count)[1] for number, count in enumerate(self._mixture.counts(self.samples))]
         value = {"samples": self.samples, "steps": self.steps, "epochs": epochs, "settings": self._settings}
+        if self.samples == self.total and any(stream.cut_tokens for stream in self._streams):
+            value["ended_after_epochs"] = self._epochs
         return [StateItem("data", "position", "replicated", value)]
 
     def load_state(self, values: Mapping[str, Any], missing_rank_state: bool = False) -> None:
@@ -200,6 +203,12 @@ class Loader:
             )
             raise UsageError(
                 f"The position in the data cannot be taken up, since the data or its order has changed:\n{lines}\nRestore it, or start a new run from the checkpoint's weights."
+            )
+        ended = value.get("ended_after_epochs", self._epochs)
+        if ended != self._epochs:
+            raise UsageError(
+                f"The checkpoint has seen the data's end after data.epochs={ended}, where the last row was cut short; with data.epochs={self._epochs} the "
+                "tokens that would have filled it would never be seen. Keep data.epochs, or start a new run from the checkpoint's weights."
             )
         if self.total is not None and samples > self.total:
             raise UsageError(f"The checkpoint has seen {samples} samples but the data now ends after {self.total}. Raise data.epochs.")

@@ -65,7 +65,7 @@ class Segments:
 
 
 class Stream:
-    """One source in sample order. `samples` is how many there are in `epochs` epochs, None where epochs is None."""
+    """One source in sample order. `samples` is how many there are in `epochs` epochs, None where epochs is None; `cut_tokens` what the last one lacks."""
 
     def __init__(self, store: TokenStore, documents: numpy.ndarray, *, row: int, packing: str, key: int | None, epochs: int | None):
         self.store, self._documents, self._row, self._key, self._epochs = store, documents, row, key, epochs
@@ -76,6 +76,7 @@ class Stream:
         self.tokens_per_sample = self.tokens / len(documents) if self._one_per_row else float(row)
         per_run = None if epochs is None else epochs * (len(documents) if self._one_per_row else self.tokens)
         self.samples = None if per_run is None else per_run if self._one_per_row else -(-per_run // row)
+        self.cut_tokens = 0 if per_run is None or self._one_per_row else -per_run % row
         self._order = functools.lru_cache(maxsize=3)(self._make_order)
 
     def _make_order(self, epoch: int) -> tuple[numpy.ndarray, numpy.ndarray]:

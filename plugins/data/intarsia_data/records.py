@@ -23,8 +23,10 @@ def to_document(record: Any, field: str, where: str, trained: str = "trained") -
         )
     value = record[field]
     if isinstance(value, str):
-        return Document(text=value)
+        return Document(text=_encodable(value, where, repr(field)))
     if isinstance(value, Sequence) and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        if wrong := [item for item in value if not 0 <= item < 1 << 32]:
+            raise UsageError(f"{where}: field {field!r} holds {wrong[0]}, which can be no token id.")
         return _token_document(value, record.get(trained), where, field, trained)
     if isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value):
         return Document(messages=tuple(_message(item, f"{where}: {field}[{number}]") for number, item in enumerate(value)))
@@ -53,7 +55,16 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     trained = item.get("trained")
     if trained is not None and not isinstance(trained, bool):
         raise UsageError(f"{where}: 'trained' must be true, false or absent, but holds {_kind(trained)}.")
-    return Message(role=item["role"], content=item["content"], trained=trained)
+    return Message(role=item["role"], content=_encodable(item["content"], where, "'content'"), trained=trained)
+
+
+def _encodable(text: str, where: str, field: str) -> str:
+    """`text`, which UTF-8 can hold: JSON may escape half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{where}: {field} has a lone surrogate ({text[error.start]!a}) as its character {error.start}.") from None
+    return text
 
 
 def _kind(value: Any) -> str:
