@@ -192,3 +192,36 @@ def test_nothing_in_a_saved_recipe_makes_code_run(run, guarded, monkeypatch):
         load_saved(run, plugins=PLUGINS)
     assert not marker.exists()
     assert not called
+
+
+@pytest.mark.parametrize(
+    "values, word",
+    [
+        ({"name": "\ud800"}, "surrogate"),
+        ({"name": "a\nb"}, "directory's name"),
+        ({"name": "a" * 300}, "directory's name"),
+        ({"optimizer.lr": {"float": [1]}}, "`optimizer.lr`"),
+        ({"optimizer.lr": {"float": None}}, "`optimizer.lr`"),
+        ({"optimizer.lr": 10**400}, "`optimizer.lr`"),
+        ({"plugins.disable": [1, {}]}, "`plugins.disable`"),
+    ],
+)
+def test_values_that_nothing_could_be_done_with_are_refused_in_words(run, values, word, monkeypatch):
+    monkeypatch.setattr(sys.modules["intarsia.config.resolve"], "current", lambda: PLUGINS)
+    assert word in edited(run, values=values)
+    with pytest.raises(IntarsiaError, match=word):
+        load_saved(run)
+
+
+@pytest.mark.parametrize("decision", [5, {}, ["value"]])
+def test_a_decision_without_a_value_is_refused(run, decision):
+    saved = json.loads((run / "resolved.json").read_text())
+    saved["decisions"]["kernels.rope"] = decision
+    (run / "resolved.json").write_text(json.dumps(saved))
+    with pytest.raises(UsageError, match=r"decision on 'kernels\.rope'"):
+        load_saved(run, plugins=PLUGINS)
+
+
+def test_a_command_line_that_is_no_utf_8_is_refused():
+    with pytest.raises(UsageError, match=r"`data\.cache`.*surrogate"):
+        resolve("fake/small", ["data.cache=\udcff"], plugins=PLUGINS)

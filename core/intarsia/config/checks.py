@@ -73,7 +73,14 @@ def _values(recipe: Recipe) -> Iterator[str]:
 
 def _rules(recipe: Recipe) -> list[str]:
     train, positions, name = recipe.train, recipe.model.max_positions, recipe.name
-    bad_name = not name or set(name) & set('\\:*?"<>|\0') or name.startswith(("/", ".")) or ".." in name.split("/")
+    bad_name = (
+        not name
+        or not name.isprintable()
+        or len(name) > 100
+        or set(name) & set('\\:*?"<>|\0')
+        or name.startswith(("/", "."))
+        or ".." in name.split("/")
+    )
     wrong_steps = [step for step in recipe.profile.steps if not 0 <= step < train.steps]
     rules = (
         (

@@ -122,6 +122,8 @@ def load_saved(path: str | Path, overrides: Sequence[str] = (), transforms: Sequ
     resolved = _layers(str(saved.get("recipe") or recipe.name), root, overrides, transforms, schema)
     if plugins is None and _reselect(resolved.recipe, chosen):
         return load_saved(path, overrides, transforms, current())
+    if wrong := [path for path, fact in decisions.items() if not isinstance(fact, dict) or "value" not in fact]:
+        raise UsageError(f"{beside}: the decision on {wrong[0]!r} has no `value`.")
     resolved.pinned = decisions
     return resolved
 
@@ -247,7 +249,11 @@ def _read(file: Path, known: set[str]) -> Mapping[str, Any]:
 
 def _selected(texts: Sequence[str], saved: Mapping[str, Any]) -> Plugins:
     """The process's plugins, selected before any is imported where the command line or the saved recipe selects."""
-    chosen = {path: tuple(value) for path, value in saved.items() if path.startswith("plugins.") and isinstance(value, list)}
+    chosen = {
+        path: tuple(value)
+        for path, value in saved.items()
+        if path.startswith("plugins.") and isinstance(value, list) and all(isinstance(name, str) for name in value)
+    }
     for override in overrides.read(texts):
         with contextlib.suppress(ValueError):  # reported with everything else, later
             chosen[override.path] = shapes.parse(override.value, shapes.NAMES)

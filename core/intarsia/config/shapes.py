@@ -9,6 +9,7 @@ import dataclasses
 import decimal
 import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Sequence
@@ -121,10 +122,12 @@ def check(value: Any, shape: Leaf) -> Any:
     """The plain `value` (as read from JSON) if it fits, tuples as tuples. Raises ValueError, saying what was expected."""
     kind = type(value)
     if isinstance(value, dict) and set(value) == {"float"} and float in shape.scalars:
-        return float(value["float"])
+        return float(str(value["float"]))
+    if kind is str:
+        value.encode()  # a lone surrogate (from JSON, or from a command line that is no UTF-8) could not be written down again
     if kind in shape.scalars or any(type(literal) is kind and literal == value for literal in shape.literals):
         return value
-    if kind is int and float in shape.scalars:
+    if kind is int and float in shape.scalars and abs(value) <= sys.float_info.max:
         return value
     if kind in (list, tuple) and shape.items is not None:
         return tuple(check(entry, item) for entry, item in shape.zip(value))
@@ -192,6 +195,7 @@ def read_object(text: str) -> dict[str, Any]:
     value = json.loads(text, object_pairs_hook=unique)
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {text!r}")
+    json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates
     return value
 
 

@@ -95,7 +95,9 @@ def build_model(built: Built) -> torch.nn.Module:
 
 def choose_kernels(built: Built, recipe: Recipe) -> None:
     """Put the recipe's kernels in force. What `auto` chose for a run stays chosen when it is resumed."""
-    pinned = {path.removeprefix("kernels."): fact["value"] for path, fact in built.resolved.pinned.items() if path.startswith("kernels.")}
+    pinned = {
+        path.removeprefix("kernels."): str(fact["value"]) for path, fact in built.resolved.pinned.items() if path.startswith("kernels.")
+    }
     wanted = {**recipe.kernels, **{op: name for op, name in pinned.items() if recipe.kernels.get(op, "auto") == "auto"}}
     selection = ops.select(wanted, built.plugins, capabilities(), recipe.precision.compute, compiled=recipe.compile.mode != "none")
     ops.install(selection)
