@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from intarsia_testing.kernel import KernelConformance
 
 
@@ -20,11 +21,12 @@ class TestOneDNN(KernelConformance):
 
 if importlib.util.find_spec("triton"):
 
-    def test_triton_rms_norm_under_the_interpreter():
+    @pytest.mark.parametrize(("op", "entry"), [("rms_norm", "triton"), ("cross_entropy", "cross_entropy/triton")])
+    def test_triton_kernels_under_the_interpreter(op: str, entry: str) -> None:
         """Where triton is installed its interpreter stands in for a GPU; without it, tests/unit/test_ops_select.py sees that the kernel is refused by name."""
         code = (
             "import sys; from intarsia_testing.kernel import check\n"
-            "found = list(check('rms_norm', 'intarsia-kernels:triton', present=('cuda', 'triton'), device='cpu'))\n"
+            f"found = list(check({op!r}, 'intarsia-kernels:{entry}', present=('cuda', 'triton'), device='cpu'))\n"
             "print(*found, sep='\\n'); sys.exit(any(outcome != 'kept' for _, outcome, _ in found))"
         )
         environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -7,7 +7,6 @@ batch, stay here.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections.abc import Sequence
@@ -19,6 +18,9 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from intarsia_kernels.attention.sdpa import causal
+
+PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
+"""What this torch's varlen_attn takes: windows, scale and groups came release by release."""
 
 
 def attention(
@@ -78,9 +80,9 @@ def supports(
         return None
     if q_BSHD.shape[-1] % 8:
         return "flash attention takes head dims that are multiples of 8"
-    if window is not None and "window_size" not in _parameters():
+    if window is not None and "window_size" not in PARAMETERS:
         return "this torch's varlen_attn has no windows"
-    if "scale" not in _parameters() and scale != q_BSHD.shape[-1] ** -0.5:
+    if "scale" not in PARAMETERS and scale != q_BSHD.shape[-1] ** -0.5:
         return "this torch's varlen_attn has no scale of one's own"
     return None
 
@@ -97,21 +99,15 @@ attention.supports = supports  # type: ignore[attr-defined]
 attention.prepare = prepare  # type: ignore[attr-defined]
 
 
-@functools.cache
-def _parameters() -> frozenset[str]:
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
 def _settings(window: int | None, grouped: bool, scale: float) -> dict[str, Any]:
     """The arguments by which this torch's varlen_attn says causal, window, groups and scale."""
-    known = _parameters()
     settings: dict[str, Any] = {}
-    if "window_size" in known:
+    if "window_size" in PARAMETERS:
         settings["window_size"] = (-1 if window is None else window - 1, 0)
-    elif "is_causal" in known:
+    elif "is_causal" in PARAMETERS:
         settings["is_causal"] = True
-    if "scale" in known:
+    if "scale" in PARAMETERS:
         settings["scale"] = scale
-    if "enable_gqa" in known:
+    if "enable_gqa" in PARAMETERS:
         settings["enable_gqa"] = grouped
     return settings
