@@ -32,7 +32,7 @@ from intarsia.checkpoint.manifest import (
     from_json,
     piece_json,
 )
-from intarsia.contracts.storage import FileRecord, Storage, WrittenPart
+from intarsia.contracts.storage import FileRecord, HasFolders, Storage, WrittenPart
 from intarsia.errors import CheckpointError
 
 CHUNK_BYTES = 16 << 20
@@ -88,11 +88,6 @@ def marker_bytes(manifest: bytes) -> bytes:
 def part_name(folder: str, rank: int) -> str:
     """The file in which a rank says what it wrote."""
     return f"{folder}/parts/rank-{rank:05d}.json"
-
-
-def begin(storage: Storage, folder: str, rank: int) -> None:
-    """The first finished file of a save: without one, what a crash leaves of the first data file would be in no list, and never be deleted."""
-    write_file(storage, f"{folder}/parts/begun-{rank:05d}", b"")
 
 
 def wait_for_parts(storage: Storage, folder: str, world: int, timeout_s: float) -> list[dict[str, Any]]:
@@ -233,7 +228,7 @@ def scan(storage: Storage, base: str) -> tuple[list[CheckpointRef], list[Skipped
     complete, skipped = [], []
     start = f"{base}/" if base else ""
     folders = {name[len(start) :].partition("/")[0] for name in storage.list(base) if "/" in name[len(start) :]}
-    for entry in sorted(folders):
+    for entry in sorted(folders.union(storage.folders(base) if isinstance(storage, HasFolders) else ())):
         folder = f"{start}{entry}"
         if entry.startswith("saving."):
             skipped.append(Skipped(folder, "is temporary: a save that has not ended, or that a crash cut off"))

@@ -181,7 +181,6 @@ class CheckpointManager:
             with commit.explain(step, storage, lambda: action, self._remains):
                 staged.finish_copies()
                 action = "writing tensors"
-                commit.begin(storage, temporary, rank)
                 written = self.backend.write(storage, temporary, rank, staged.tensors)
                 action = "writing what this rank wrote"
                 commit.write_file(

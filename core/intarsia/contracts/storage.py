@@ -76,6 +76,14 @@ class Storage(Protocol):
         """Delete a file, or a folder and all under it; missing ones are ignored."""
 
 
+@runtime_checkable
+class HasFolders(Protocol):
+    """A Storage where a crash leaves folders without a finished file, which `list` cannot show. Optional: by it they are found and deleted. Stability: provisional."""
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """Names, without `prefix`, of the folders directly below the folder `prefix`, whatever they hold; [] when there is none."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
     """A run of bytes of one tensor: box `box_start`, `box_size` of global tensor `key`, row-major, at `offset` in `file`. Stability: provisional."""

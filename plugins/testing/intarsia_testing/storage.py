@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from intarsia.contracts import Storage
+from intarsia.contracts import HasFolders, Storage
 from intarsia.plugins import current
 
 from intarsia_testing.base import Conformance
@@ -167,6 +167,22 @@ class StorageConformance(Conformance):
         below = sorted(name for name in NAMES if name.startswith("folder/"))
         if storage.list("folder") != below:
             broken("lists", f"list('folder') gives {storage.list('folder')}: the folder's files by full name, and not those of 'folder.x'.")
+
+    def test_unfinished_folders_are_found(self, storage: Storage) -> None:
+        if not isinstance(storage, HasFolders):
+            return
+        if storage.folders() != [] or storage.folders("base/none") != []:
+            broken("folders are found", "in an empty storage, or below a folder that is missing, folders() is [].")
+        writer = storage.open("base/open/deep/f")
+        writer.write(b"half")
+        put(storage, "base/closed/f")
+        put(storage, "base/file")
+        if storage.folders("base") != ["closed", "open"]:
+            broken(
+                "folders are found",
+                f"folders('base') gives {storage.folders('base')}, not ['closed', 'open']: a crash leaves folders with unfinished files only.",
+            )
+        writer.abort()
 
     def test_publish_moves_the_folder(self, storage: Storage) -> None:
         for name in ("from/a", "from/deep/b", "from.x/c"):

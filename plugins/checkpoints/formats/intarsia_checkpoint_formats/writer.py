@@ -44,7 +44,6 @@ def write_checkpoint(
     temporary = commit.temporary_folder(base, token, 1, step)
     with commit.explain(step, storage, lambda: "writing it", lambda: ""):
         try:
-            commit.begin(storage, temporary, 0)
             written = backend[1].write(storage, temporary, 0, tensors())
             parts = [commit.part_json(written, {head.key: tensor_head(head) for head in heads}, {})]
             records = {record.key: dataclasses.asdict(record) for record in values}

@@ -115,6 +115,11 @@ class PosixStorage:
             found += [(relative / file).as_posix() for file in files if not file.endswith(PARTIAL)]
         return sorted(found)
 
+    def folders(self, prefix: str = "") -> list[str]:
+        """Names of the folders directly below the folder `prefix`, with finished files or without."""
+        start = self._path(prefix) if prefix else self.root
+        return sorted(path.name for path in start.iterdir() if path.is_dir()) if start.is_dir() else []
+
     def publish(self, source: str, destination: str) -> None:
         """One rename; the parents are synced."""
         old, new = self._path(source), self._path(destination)
