@@ -8,6 +8,7 @@ of its group. Attention: 2 rows of 8192 tokens, 32 heads and 8 key/value heads o
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
@@ -71,7 +72,7 @@ def attention() -> dict[str, Any]:
     whole: dict[str, Callable[[], Tensor]] = {
         "torch sdpa, flash": by(SDPBackend.FLASH_ATTENTION),
         "torch sdpa, cuDNN": by(SDPBackend.CUDNN_ATTENTION),
-        **{f"kernel {m.__name__.rpartition('.')[2]}": lambda m=m: m.attention(q, k, v, scale=scale) for m in (sdpa, varlen, flex)},
+        **{f"kernel {m.__name__.rpartition('.')[2]}": functools.partial(m.attention, q, k, v, scale=scale) for m in (sdpa, varlen, flex)},
     }
     documents = torch.stack([torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(row)]) for row in LENGTHS]).cuda()
     packing = Packing(LENGTHS)
@@ -79,7 +80,7 @@ def attention() -> dict[str, Any]:
         module.prepare(packing, windows=(None,), documents_BS=documents)
     named: dict[str, Any] = {"scale": scale, "documents_q_BS": documents, "documents_k_BT": documents, "packing": packing}
     packed: dict[str, Callable[[], Tensor]] = {
-        f"kernel {m.__name__.rpartition('.')[2]}": lambda m=m: m.attention(q, k, v, **named) for m in (varlen, flex, sdpa)
+        f"kernel {m.__name__.rpartition('.')[2]}": functools.partial(m.attention, q, k, v, **named) for m in (varlen, flex, sdpa)
     }
     pairs = 2.0 * HEADS * DIM
     return {
