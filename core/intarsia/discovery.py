@@ -121,18 +121,27 @@ def scan() -> Iterator[Candidate]:
     """
     seen = set()
     for distribution in importlib.metadata.distributions():
-        text = distribution.read_text("entry_points.txt")
-        if not text or f"[{GROUP}]" not in text:
-            continue
-        place = str(distribution.locate_file(""))
-        header = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
-        fields = dict(re.findall(r"^(Name|Version):\s*(\S+)", header, re.MULTILINE))
-        owner, version = normalise(fields.get("Name", "unnamed")), fields.get("Version", "unknown")
-        identity = (owner, version, os.path.realpath(place))
-        if identity not in seen:  # the same folder can stand on sys.path twice
-            seen.add(identity)
-            points = (point for point in distribution.entry_points if point.group == GROUP)
-            yield from (Candidate(owner, version, point.name, point.value, location=place) for point in points)
+        found, error = contained(_candidates, distribution)
+        if error is not None:  # reported like any plugin that fails, and no reason to lose the others
+            path = str(getattr(distribution, "_path", "unnamed"))
+            found = [Candidate(normalise(os.path.basename(path).partition("-")[0]), "unknown", "metadata", plugin=error, location=path)]
+        identity = {(one.distribution, one.version, os.path.realpath(one.location)) for one in found}
+        if not identity & seen:  # the same folder can stand on sys.path twice
+            seen |= identity
+            yield from found
+
+
+def _candidates(distribution: importlib.metadata.Distribution) -> list[Candidate]:
+    """The entry points of our group in one distribution."""
+    text = distribution.read_text("entry_points.txt")
+    if not text or f"[{GROUP}]" not in text:
+        return []
+    place = str(distribution.locate_file(""))
+    header = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
+    fields = dict(re.findall(r"^(Name|Version):\s*(\S+)", header, re.MULTILINE))
+    owner, version = normalise(fields.get("Name", "unnamed")), fields.get("Version", "unknown")
+    points = (point for point in distribution.entry_points if point.group == GROUP)
+    return [Candidate(owner, version, point.name, point.value, location=place) for point in points]
 
 
 def candidate_of(point: Any) -> Candidate:
@@ -219,6 +228,8 @@ def names_of(candidates: Iterable[Candidate]) -> set[str]:
 def load_object(candidate: Candidate) -> tuple[Any, Any]:
     """(the plugin: a module or an object, the module it comes from or None). A class is instantiated. Raises PluginError."""
     plugin = candidate.plugin
+    if isinstance(plugin, BaseException):
+        raise PluginError(f"the metadata in {candidate.location} can't be read: {describe(plugin)}") from plugin
     module = sys.modules.get(getattr(plugin, "__module__", type(plugin).__module__))
     if plugin is None:
         value = re.sub(r"\s*\[.*\]\s*$", "", candidate.value).strip()

@@ -387,6 +387,19 @@ def test_an_entry_point_listed_twice_is_refused(site):
     assert "lists this entry point 2 times" in only_failure(site.load()).cause
 
 
+@pytest.mark.parametrize(
+    ("file", "content"), [("entry_points.txt", b"[intarsia]\nno equals sign\n"), ("entry_points.txt", b"\xff"), ("METADATA", b"\xff")]
+)
+def test_a_distribution_whose_metadata_is_damaged_harms_no_other(site, file, content):
+    site.add("acme-damaged", GOOD.format(name="damaged"))
+    site.add("acme-good", GOOD.format(name="good"))
+    (site.path / "acme_damaged-1.0.dist-info" / file).write_bytes(content)
+    loaded = site.load()
+    failure = only_failure(loaded)
+    assert failure.distribution == "acme-damaged" and f"{site.path}/acme_damaged-1.0.dist-info can't be read" in failure.cause
+    assert "acme-good" in {record.candidate.distribution for record in loaded.records}
+
+
 def test_nobody_asked_gives_one_warning_and_asked_for_is_fatal(site, caplog):
     site.add("acme-broken", "import gone_forever")
     site.add("acme-wrong", "@hookimpl\ndef offer_models(): return None")
