@@ -204,6 +204,8 @@ def test_show_takes_the_last_attempt_of_each_step(tmp_path) -> None:
     found = summary(tmp_path)
     assert found["curves"]["step.loss"] == [[1, 4.0], [2, 3.0], [3, 2.0], [4, 1.0]]
     assert (found["attempts"], found["outcome"]) == (2, "running or killed")
+    log.write("run_end", outcome="failed", step=4, error={"type": "UsageError", "message": "made by another run\nmodel.dim"})
+    assert "failed: UsageError: made by another run" in text_lines(summary(tmp_path), 20, "_.-=+*%#")[1]
     log.write("run_end", outcome="done", step=4)
     found = summary(tmp_path)
     assert found["outcome"] == "done"

@@ -41,4 +41,4 @@ def evaluate(built: Built) -> dict[str, float]:
     metrics = {name: total / counted for name, total in zip(names, totals, strict=True)}
     if size_bytes and not unknown:
         metrics["bits_per_byte"] = metrics["loss"] * counted / math.log(2) / size_bytes
-    return metrics | {"counted_tokens": counted, "seconds_s": time.perf_counter() - start}
+    return metrics | {"counted_tokens": int(counted), "seconds_s": time.perf_counter() - start}

@@ -57,6 +57,7 @@ def summary(directory: Path) -> dict[str, Any]:
         "run": start.get("run"),
         "outcome": ends[-1]["outcome"] if ended else "running or killed",
         "reason": ends[-1].get("reason") if ended else None,
+        "error": ends[-1].get("error") if ended else None,
         "steps": start.get("steps"),
         "attempts": len(starts),
         "parameters": parameters[-1] if parameters else None,
@@ -109,10 +110,9 @@ def spark(values: Sequence[float], width: int, bars: str = BARS) -> str:
 def text_lines(found: Mapping[str, Any], width: int, bars: str) -> list[str]:
     """The summary for people."""
     done = found["last"]["step"] if found["last"] else 0
-    lines = [
-        f"{found['run']}  {found['directory']}",
-        f"  outcome      {found['outcome']}{': ' + found['reason'] if found['reason'] else ''}",
-    ]
+    error = found["error"]
+    why = found["reason"] or (f"{error['type']}: {error['message'].splitlines()[0] if error['message'] else ''}" if error else "")
+    lines = [f"{found['run']}  {found['directory']}", f"  outcome      {found['outcome']}{': ' + why if why else ''}"]
     attempts = f" in {found['attempts']} attempts" if found["attempts"] > 1 else ""
     lines.append(f"  steps        {done} of {found['steps']}, {clock(found['seconds_s'])}{attempts}")
     if found["parameters"]:
