@@ -22,9 +22,9 @@ class ComponentConfig(Config):
 class ModelConfig(Config):
     """A model family's settings. Every family has these fields by these names."""
 
-    vocab_size: int
-    dim: int
-    max_positions: int
+    vocab_size: int = chz.field(doc="Token ids that the model knows; the tokenizer has at most as many.")
+    dim: int = chz.field(doc="Width of the residual stream.")
+    max_positions: int = chz.field(doc="Longest sequence.")
 
 
 @chz.chz(typecheck=True)
@@ -51,8 +51,8 @@ class EnvironmentConfig(Config):
 class OptimizerConfig(Config):
     """Settings of an optimizer; every one has a learning rate `lr` and a decoupled `weight_decay`."""
 
-    lr: float
-    weight_decay: float = 0.0
+    lr: float = chz.field(doc="Learning rate before the schedule's factor.")
+    weight_decay: float = chz.field(default=0.0, doc="Decoupled weight decay.")
 
 
 @chz.chz(typecheck=True)
@@ -79,7 +79,7 @@ class LoaderConfig(Config):
 class ScheduleConfig(Config):
     """Settings of a learning-rate schedule; `warmup_steps` rise linearly from 0 (the first step is not 0)."""
 
-    warmup_steps: int = 0
+    warmup_steps: int = chz.field(default=0, doc="Steps that rise linearly from 0; the first is not 0.")
 
 
 @chz.chz(typecheck=True)
