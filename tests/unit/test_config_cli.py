@@ -72,7 +72,7 @@ def test_diff_against_a_recipe_and_a_run_directory(intarsia, tmp_path):
     )
     code, out, _ = intarsia("fake/small", "--diff", str(tmp_path))
     assert code == 0
-    assert "model.layers.*.attention.window (3 places)" in out
+    assert "model.layers.0-2.attention.window (3 places)" in out
     assert "optimizer.momentum" in out
     assert "not there" in out
     _, out, _ = intarsia("fake/small", "--diff", "fake/small")
@@ -81,6 +81,14 @@ def test_diff_against_a_recipe_and_a_run_directory(intarsia, tmp_path):
     assert json.loads(out) == [
         {"path": "train.steps", "left": {"value": 11, "source": "command line"}, "right": {"value": 10, "source": "recipe fake/small"}}
     ]
+
+
+def test_diff_of_models_of_other_depth_names_the_layers_and_says_nothing_of_what_is_in_them(tmp_path):
+    """Each setting of sixteen layers that are not there stood in a line of its own, under the same name as the layers that are."""
+    command = Path(sys.executable).with_name("intarsia")
+    out = subprocess.run([command, "config", "llama3/8b", "--diff", "llama3/1b"], capture_output=True, text=True, check=True).stdout
+    assert "model.layers.0-15.feed_forward.hidden (16 places)" in out and "model.layers.16-31 (16 places)" in out
+    assert out.count("not there") == 1
 
 
 def test_without_a_recipe_all_are_listed(intarsia):

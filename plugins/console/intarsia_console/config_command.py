@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -138,16 +139,32 @@ def _differences(resolved: Resolved, other: str, differences: list[Difference]) 
     if not differences:
         return f"{resolved.name} and {other} are equal."
     groups: dict[tuple[str, Row, Row], list[str]] = {}
+    lone = {difference.path for difference in differences if difference.left is None or difference.right is None}
     for difference in differences:
+        if difference.path in lone and lone.intersection(_above(difference.path)):
+            continue  # It is not there because what holds it is not.
         left, right = (
             ("", shapes.show(side.value), side.source) if side else ("", "-", "not there") for side in (difference.left, difference.right)
         )
         groups.setdefault((folded(difference.path), left, right), []).append(difference.path)
     lines = [f"- {resolved.name}", f"+ {other}"]
     for (pattern, left, right), paths in groups.items():
-        lines.append(paths[0] if len(paths) == 1 else f"{pattern} ({len(paths)} places)")
+        lines.append(paths[0] if len(paths) == 1 else f"{_span(pattern, paths)} ({len(paths)} places)")
         lines += [f"  {sign} {line.strip()}" for sign, line in zip("-+", _table([left, right]), strict=True)]
     return "\n".join(lines)
+
+
+def _above(path: str) -> Iterator[str]:
+    """The paths of what holds this one, the nearest last."""
+    return itertools.accumulate(split(path)[:-1], lambda above, segment: f"{above}.{segment}")
+
+
+def _span(pattern: str, paths: list[str]) -> str:
+    """The pattern with its index as a range (`layers.16-31`), where the paths differ in one index and leave none out."""
+    before, _, after = pattern.partition("*")
+    found = [int(path.removeprefix(before).removesuffix(after)) for path in paths] if "*" not in after else []
+    whole = found and found == list(range(found[0], found[0] + len(found)))
+    return f"{before}{found[0]}-{found[-1]}{after}" if whole else pattern
 
 
 command = ConfigCommand()
