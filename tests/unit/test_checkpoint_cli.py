@@ -129,6 +129,21 @@ def test_safetensors_out_and_in(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert opened.manifest.step == 0 and torch.equal(opened.read("model/w"), tensors["w"].half()) and opened.verify() == []
 
 
+def test_show_tells_the_recipe_and_counts_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manager = OverStorage(PosixStorage(tmp_path, fsync=False), facts={"recipe": {"name": "llama3-debug"}})
+    manager.save(1, [Holder(tensor_item("w", torch.ones(2)))])
+    manager.close()
+    _, out, _ = intarsia(capsys, "show", str(tmp_path))
+    assert "recipe llama3-debug" in out and "1 file\n" in out and "with 1 process," in out
+
+
+@pytest.mark.parametrize("action", ["list", "show", "verify", "diff", "export"])
+def test_a_path_that_is_not_there_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str) -> None:
+    more = {"diff": [str(tmp_path)], "export": [str(tmp_path / "out"), "--to", "safetensors"]}.get(action, [])
+    code, _, err = intarsia(capsys, action, str(tmp_path / "missing"), *more)
+    assert code == 2 and "missing" in err
+
+
 def test_exports_are_refused_with_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
     for words, text in [

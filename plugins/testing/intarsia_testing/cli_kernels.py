@@ -81,10 +81,18 @@ def _list(as_json: bool) -> int:
 
 
 def _find(name: str, op: str | None) -> KernelEntry:
+    _check_operator(op)
     found = current().registry("kernel").find(name, **({"op": op} if op else {}))
     if not isinstance(found, KernelEntry):
         raise PluginError(f"kernel {found.full_name!r} is no KernelEntry.")
     return found
+
+
+def _check_operator(op: str | None) -> None:
+    from intarsia.ops import operators
+
+    if op and op not in operators():
+        raise UsageError(f"There is no operator {op!r}. {did_you_mean(op, operators())}")
 
 
 def _check(name: str, op: str | None, as_json: bool) -> int:
@@ -106,8 +114,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     from intarsia.device import capabilities
     from intarsia.ops import operators
 
-    if arguments.op and arguments.op not in operators():
-        raise UsageError(f"There is no operator {arguments.op!r}. {did_you_mean(arguments.op, operators())}")
+    _check_operator(arguments.op)
     if arguments.save and not arguments.compiled:
         raise UsageError("--save writes what a compiled region measured; add --compiled.")
     device = "cuda" if "cuda" in capabilities() else "cpu"

@@ -68,7 +68,7 @@ class CheckpointCommand:
 
     def do_show(self, arguments: argparse.Namespace) -> tuple[Any, str, int]:
         """The manifest without where its bytes lie."""
-        opened = open_checkpoint(arguments.checkpoint)
+        opened = _opened(arguments.checkpoint)
         manifest, names = opened.manifest, ("step", "serial", "time_s", "world", "writer", "backend", "facts", "size_bytes")
         facts = {"location": opened.location, **{name: getattr(manifest, name) for name in names}}
         facts["tensors"] = {
@@ -76,9 +76,9 @@ class CheckpointCommand:
         }
         facts["values"] = {key: {"kind": record.kind, "value": record.value} for key, record in manifest.values.items()}
         lines = [
-            f"{opened.location}: step {manifest.step}, {clock(manifest.time_s)}, {size(manifest.size_bytes)} in {len(manifest.files)} files",
-            f"written by {manifest.writer} with {manifest.world} processes, backend {manifest.backend}, mesh {manifest.facts.get('mesh', {})}",
-            f"run {manifest.facts.get('name', '?')}, plugins "
+            f"{opened.location}: step {manifest.step}, {clock(manifest.time_s)}, {size(manifest.size_bytes)} in {count(len(manifest.files), 'file')}",
+            f"written by {manifest.writer} with {count(manifest.world, 'process', 'es')}, backend {manifest.backend}, mesh {manifest.facts.get('mesh', {})}",
+            f"recipe {manifest.facts.get('recipe', {}).get('name', '?')}, plugins "
             + ", ".join(f"{p.get('distribution')} {p.get('version')}" for p in manifest.facts.get("plugins", [])),
         ]
         lines += [
@@ -90,20 +90,22 @@ class CheckpointCommand:
 
     def do_verify(self, arguments: argparse.Namespace) -> tuple[Any, str, int]:
         """Hash everything."""
-        opened = open_checkpoint(arguments.checkpoint)
+        opened = _opened(arguments.checkpoint)
         problems = opened.verify()
         facts = {
             "location": opened.location,
             "files": len(opened.manifest.files),
             "problems": [{"file": f, "reason": r} for f, r in problems],
         }
-        good = f"{opened.location}: {len(opened.manifest.files)} files, {size(opened.manifest.size_bytes)}, all as they were written"
+        good = (
+            f"{opened.location}: {count(len(opened.manifest.files), 'file')}, {size(opened.manifest.size_bytes)}, all as they were written"
+        )
         text = "\n".join(f"{opened.location}/{file}: {reason}" for file, reason in problems) or good
         return facts, text, CheckpointError.exit_code if problems else 0
 
     def do_diff(self, arguments: argparse.Namespace) -> tuple[Any, str, int]:
         """What differs, key by key."""
-        one, other = open_checkpoint(arguments.checkpoint), open_checkpoint(arguments.other)
+        one, other = _opened(arguments.checkpoint), _opened(arguments.other)
         differences = []
         for key in sorted({*one.keys(), *other.keys()}):
             said = difference(one, other, key)
@@ -117,13 +119,19 @@ class CheckpointCommand:
         folder = Path(arguments.folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(f"{folder} is not empty. Export into a new or empty folder.")
-        files = find_format(arguments.format).export(open_checkpoint(arguments.checkpoint), folder, options(arguments.option))
+        files = find_format(arguments.format).export(_opened(arguments.checkpoint), folder, options(arguments.option))
         return {"files": [str(file) for file in files]}, "\n".join(f"wrote {file}" for file in files), 0
 
     def do_import(self, arguments: argparse.Namespace) -> tuple[Any, str, int]:
         """Have the format make a checkpoint."""
         location = find_format(arguments.format).import_(Path(arguments.folder), Path(arguments.run_directory), options(arguments.option))
         return {"location": location}, f"wrote {location}", 0
+
+
+def _opened(path: str) -> Checkpoint:
+    if not Path(path).expanduser().exists():
+        raise UsageError(f"There is nothing at {path}.")
+    return open_checkpoint(path)
 
 
 command = CheckpointCommand()
@@ -186,8 +194,13 @@ def clock(time_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
 
 
-def size(count: float) -> str:
+def count(number: int, what: str, plural: str = "s") -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {what}{plural if number != 1 else ''}"
+
+
+def size(amount: float) -> str:
     """Bytes for people."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(len(units) - 1, max(0, (int(count).bit_length() - 1) // 10))
-    return f"{count / 1024**power:.{1 if power else 0}f} {units[power]}"
+    power = min(len(units) - 1, max(0, (int(amount).bit_length() - 1) // 10))
+    return f"{amount / 1024**power:.{1 if power else 0}f} {units[power]}"
