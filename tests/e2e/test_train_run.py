@@ -225,6 +225,23 @@ def test_resume_with_another_optimizer_says_what_to_do(train: Train, unbroken: P
     assert train("--name", "new", "optimizer=muon", "train.steps=1", "--init-from", "cut/checkpoints/step-00000003") == 0
 
 
+def test_kernels_stay_chosen_until_the_recipe_names_them(train: Train, unbroken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut_back(unbroken, Path("cut"), 3)
+    path = Path("cut/resolved.json")
+    resolved = json.loads(path.read_text())
+    resolved["decisions"]["kernels.linear"]["value"] = "intarsia-kernels:onednn"
+    path.write_text(json.dumps(resolved))
+    half = ("sharder=flexshard", "precision.compute=bfloat16", "train.steps=4")
+    assert train("--resume", "cut", *half, recipe=None) == 2
+    assert "onednn for operator linear cannot be used" in (text := capsys.readouterr().err) and "kernels.linear=auto" in text
+    assert train("--resume", "cut", *half, "kernels.linear=auto", recipe=None) == 0
+    assert json.loads(path.read_text())["decisions"]["kernels.linear"]["value"] == "reference"
+    resolved["decisions"]["kernels.rope"]["value"] = "another"
+    path.write_text(json.dumps(resolved))
+    assert train("--resume", "cut", "kernels.*=reference", "train.steps=5", recipe=None) == 0
+    assert {d["value"] for name, d in json.loads(path.read_text())["decisions"].items() if name.startswith("kernels.")} == {"reference"}
+
+
 # ---------------------------------------------------------------- how a run ends badly
 
 

@@ -149,8 +149,10 @@ class CheckpointManager:
         return {name: size for name, size in self.facts.get("mesh", {}).items() if size != 1}
 
     def _remains(self) -> str:
+        if self.comm.rank:  # Rank 0 tells it, and what this rank reports becomes a part of that.
+            return ""
         if self._durable is None:
-            return "No complete checkpoint of this run is known here." if self.comm.rank == 0 else ""
+            return "No complete checkpoint of this run is known here."
         return f"The checkpoint of step {self._durable.step} ({self._durable.location}) is complete and stays."
 
     def _write_all(self) -> None:

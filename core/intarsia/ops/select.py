@@ -127,7 +127,9 @@ class _Context:
             raise UsageError(f"Operator {op.name} has several kernels named {name!r}: {owners}. Choose one by its full name.")
         obstacle = self.obstacle(found[0])
         if obstacle:
-            raise UsageError(f"Kernel {found[0].full_name} for operator {op.name} cannot be used: {obstacle}. Choose another, or `auto`.")
+            raise UsageError(
+                f"Kernel {found[0].full_name} for operator {op.name} cannot be used: {obstacle}. Choose another, or `kernels.{op.name}=auto`."
+            )
         return self.choice(found[0], "asked for")
 
     def automatic(self, op: Operator, entries: Sequence[KernelEntry]) -> Choice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import time
 from collections.abc import Callable
@@ -49,6 +50,10 @@ def _stage_facts(built: Built, stage: BuildStage) -> dict[str, Any]:
         infos = [built.table[name] for name in built.table.names()]
         trainable = sum(math.prod(info.shape) for info in infos if info.trainable)
         return {"parameters": sum(math.prod(info.shape) for info in infos), "trainable_parameters": trainable}
+    if stage == "optimizer":
+        groups = collections.Counter(info.group for info in built.table.values() if info.group)
+        slots = collections.Counter(", ".join(slots) for slots in built.optimizer.slots().values())
+        return {"groups": groups, "slots": slots, "learning_rates": built.optimizer.learning_rates()}
     return {}
 
 
@@ -94,11 +99,11 @@ def build_model(built: Built) -> torch.nn.Module:
 
 
 def choose_kernels(built: Built, recipe: Recipe) -> None:
-    """Put the recipe's kernels in force. What `auto` chose for a run stays chosen when it is resumed."""
+    """Put the recipe's kernels in force. What `auto` chose for a run stays chosen when it is resumed, but for operators that the recipe names."""
     pinned = {
         path.removeprefix("kernels."): str(fact["value"]) for path, fact in built.resolved.pinned.items() if path.startswith("kernels.")
     }
-    wanted = {**recipe.kernels, **{op: name for op, name in pinned.items() if recipe.kernels.get(op, "auto") == "auto"}}
+    wanted = {**(pinned if recipe.kernels.get("*", "auto") == "auto" else {}), **recipe.kernels}
     selection = ops.select(wanted, built.plugins, capabilities(), recipe.precision.compute, compiled=recipe.compile.mode != "none")
     ops.install(selection)
     for op, choice in selection.facts().items():
