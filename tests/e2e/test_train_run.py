@@ -129,6 +129,10 @@ def test_resume_equals_never_having_stopped(train: Train, unbroken: Path) -> Non
 def test_resume_with_muon(train: Train) -> None:
     arguments = ("optimizer=muon", "checkpoint.keep_last=0", "train.steps=4")
     assert train("--name", "whole", *arguments) == 0
+    (split,) = [event for event in events("runs/whole", "build") if event["stage"] == "optimizer"]
+    # Seven matrices in each of two blocks; embedding, head and five norms.
+    assert split["slots"] == {"momentum": 14, "exp_avg, exp_avg_sq, step": 7} and split["groups"] == {"default": 21}
+    assert split["learning_rates"] == {"default": 0.02, "default.adamw": 0.003}
     cut_back(Path("runs/whole"), Path("cut"), 3)
     assert train("--resume", "cut", recipe=None) == 0
     assert steps("cut") == steps("runs/whole")
