@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -468,3 +469,16 @@ def test_a_participant_that_raises_ends_the_run_and_is_named(train: Train, capsy
         plugins.use(None)
     assert "acme-wrecker/wrecker failed in before_step" in capsys.readouterr().err
     assert events("runs/a", "run_end")[0]["error"]["type"] == "PluginError"
+
+
+def test_code_that_exits_is_no_success(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "exits.py").write_text("def recipe():\n    raise SystemExit(0)\n")
+    (tmp_path / "exits_at_once.py").write_text("raise SystemExit(0)\n")
+    assert train(recipe="exits.py:recipe") == 2 and train(recipe="exits_at_once.py:recipe") == 2
+    assert "SystemExit" in capsys.readouterr().err
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: sys.exit(0))
+    assert train("--name", "a") == 3
+    assert "ended the run by SystemExit" in capsys.readouterr().err
+    assert events("runs/a", "run_end")[0]["outcome"] == "failed"

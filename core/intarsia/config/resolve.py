@@ -17,7 +17,7 @@ from intarsia.config import checks, components, overrides, shapes
 from intarsia.config.paths import join
 from intarsia.config.recipe import Recipe
 from intarsia.config.tree import ROOT, Branch, Dropped, Schema, finish, plant, together
-from intarsia.discovery import Selection, describe
+from intarsia.discovery import Selection, contained, describe
 from intarsia.errors import IntarsiaError, UsageError, did_you_mean
 from intarsia.plugins import Plugins, current, load, use
 
@@ -196,11 +196,10 @@ def _call(plugins: Plugins, kind: str, name: str, *arguments: Any) -> Recipe:
             raise UsageError(f"{error}{Schema(plugins).missing_plugin(name)}{hint}") from error
     if not callable(function):
         raise UsageError(f"{kind} {name!r} is a {type(function).__name__}, not a function.")
-    try:
-        recipe = function(*arguments)
-    except IntarsiaError:
-        raise
-    except Exception as error:
+    recipe, error = contained(function, *arguments)
+    if isinstance(error, IntarsiaError):
+        raise error
+    if error is not None:
         raise UsageError(f"{kind} {name!r} failed: {describe(error)}") from error
     if not isinstance(recipe, Recipe):
         raise UsageError(f"{kind} {name!r} returned a {type(recipe).__name__}; it must return a Recipe.")
@@ -217,9 +216,8 @@ def _function(reference: str, kind: str) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # config classes of the file find their own names through it
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+    _, error = contained(spec.loader.exec_module, module)
+    if error is not None:
         raise UsageError(f"{kind} {reference!r}: the file fails: {describe(error)}") from error
     if not hasattr(module, name):
         known = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == spec.name]

@@ -22,7 +22,8 @@ from intarsia.checkpoint.weights import model_differences, open_weights
 from intarsia.comm import Communicator, init_world
 from intarsia.config.resolve import Resolved
 from intarsia.contracts import Run, StepSummary
-from intarsia.errors import CheckpointError, IntarsiaError, StoppedWithCheckpoint, UsageError
+from intarsia.discovery import describe
+from intarsia.errors import CheckpointError, IntarsiaError, PluginError, StoppedWithCheckpoint, UsageError
 from intarsia.hooks import undisturbed
 from intarsia.mesh import check_mesh, check_supported
 from intarsia.plugins import Plugins, check_same_plugins
@@ -136,6 +137,8 @@ class Trainer:
         except BaseException as error:
             self._error = {"type": type(error).__name__, "message": str(error)}
             built.hooks.on_run_error(run=run, error=error)
+            if isinstance(error, SystemExit):  # it could say that all went well
+                raise PluginError(f"a plugin's code ended the run by SystemExit: {describe(error)}") from error
             raise
         finally:
             self._close_parts()
