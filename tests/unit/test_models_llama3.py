@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import chz
 import pytest
 import torch
@@ -12,7 +14,7 @@ from intarsia_llama3 import sharding
 from intarsia_llama3.config import llama3
 from intarsia_llama3.hf import config_to_ours, config_to_theirs
 from intarsia_models_common.build import Scope
-from intarsia_models_common.config import AttentionConfig, RopeConfig
+from intarsia_models_common.config import AttentionConfig, RMSNormConfig, RopeConfig, SwiGLUConfig
 from intarsia_models_common.hf import rope_from, rope_to
 from intarsia_models_common.rope import Rope
 
@@ -123,7 +125,10 @@ def test_export_refuses_what_their_class_lacks():
     "fields,message",
     [
         ({"heads": 6, "kv_heads": 4}, "multiple"),
-        ({"heads": 4, "kv_heads": 0}, "multiple"),
+        ({"heads": 4, "kv_heads": 0}, "at least 1"),
+        ({"heads": 0}, "at least 1"),
+        ({"head_dim": -2}, "at least 1"),
+        ({"softcap": 0.0}, "softcap"),
         ({"head_dim": 15}, "odd"),
         ({"window": 0}, "window"),
     ],
@@ -131,6 +136,21 @@ def test_export_refuses_what_their_class_lacks():
 def test_impossible_attention_is_refused(fields, message):
     with pytest.raises(UsageError, match=message):
         AttentionConfig(**{"heads": 4, "kv_heads": 2, "head_dim": 16, **fields})
+
+
+@pytest.mark.parametrize(
+    "config,fields",
+    [
+        (SwiGLUConfig, {"hidden": -3}),
+        (RMSNormConfig, {"eps": -1.0}),
+        (RMSNormConfig, {"eps": math.nan}),
+        (RopeConfig, {"theta": 0.0}),
+        (RopeConfig, {"dim": 3}),
+    ],
+)
+def test_impossible_components_are_refused_before_anything_is_built(config, fields):
+    with pytest.raises(UsageError, match=rf"\.{next(iter(fields))} = "):
+        config(**fields)
 
 
 def test_a_component_without_inits_is_named():

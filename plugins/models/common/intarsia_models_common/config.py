@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import chz
 from intarsia.config import ComponentConfig, ModelConfig
 from intarsia.errors import UsageError, did_you_mean
@@ -9,11 +11,22 @@ from intarsia.errors import UsageError, did_you_mean
 SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
+def check_between(field: str, value: float, least: float, below: float = math.inf) -> None:
+    """UsageError unless least <= value < below, which a NaN is not."""
+    if not least <= value < below:
+        limits = f"at least {least:g} and below {below:g}" if below < math.inf else f"finite and at least {least:g}"
+        raise UsageError(f"{field} = {value}: it must be {limits}.")
+
+
 @chz.chz(typecheck=True)
 class RMSNormConfig(ComponentConfig):
     """Root-mean-square norm with a weight."""
 
     eps: float = chz.field(default=1e-5, doc="Added to the mean square.")
+
+    @chz.validate
+    def _eps_is_small(self) -> None:
+        check_between("rms_norm.eps", self.eps, 0, 1)
 
 
 @chz.chz(typecheck=True)
@@ -41,6 +54,10 @@ class RopeConfig(ComponentConfig):
 
     @chz.validate
     def _scaling_is_known(self) -> None:
+        check_between("rope.theta", self.theta, 1)
+        check_between("rope.original_positions", self.original_positions, 1)
+        if self.dim is not None and (self.dim < 2 or self.dim % 2):
+            raise UsageError(f"rope.dim = {self.dim}: rotary positions turn pairs, so it must be even and at least 2, or none.")
         if self.scaling not in SCALINGS:
             raise UsageError(f"rope.scaling is {self.scaling!r}. {did_you_mean(self.scaling, SCALINGS)}")
         if self.scaling != "none" and self.factor < 1.0:
@@ -66,7 +83,11 @@ class AttentionConfig(ComponentConfig):
 
     @chz.validate
     def _heads_divide(self) -> None:
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
+        for field in ("heads", "kv_heads", "head_dim"):
+            check_between(f"attention.{field}", getattr(self, field), 1)
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise UsageError(f"attention.softcap = {self.softcap}: it must be finite and greater than 0, or none.")
+        if self.heads % self.kv_heads:
             raise UsageError(f"attention.heads = {self.heads} is not a multiple of attention.kv_heads = {self.kv_heads}.")
         if self.head_dim % 2 and self.rotate:
             raise UsageError(f"attention.head_dim = {self.head_dim} is odd: rotary positions turn pairs.")
@@ -79,6 +100,10 @@ class SwiGLUConfig(ComponentConfig):
     """The gated feed-forward layer down(silu(gate x) * up x)."""
 
     hidden: int = chz.field(doc="Width between the projections.")
+
+    @chz.validate
+    def _hidden_is_positive(self) -> None:
+        check_between("swiglu.hidden", self.hidden, 1)
 
 
 @chz.chz(typecheck=True)
@@ -103,3 +128,8 @@ class LanguageModelConfig(ModelConfig):
         default=0.02, doc="Standard deviation of projections at the start; outputs of blocks get this / sqrt(2 layers)."
     )
     embedding_std: float = chz.field(default=0.02, doc="Standard deviation of embeddings at the start.")
+
+    @chz.validate
+    def _stds_are_finite(self) -> None:
+        check_between("model.initial_std", self.initial_std, 0)
+        check_between("model.embedding_std", self.embedding_std, 0)
