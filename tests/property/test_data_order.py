@@ -15,7 +15,7 @@ from intarsia.config import DataConfig, EvaluationConfig, MixturePart, TrainConf
 from intarsia.contracts import IGNORE, Document
 from intarsia_data import build_loader
 from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
-from intarsia_data.order import Mixture, mix
+from intarsia_data.order import Mixture, mix, scatter
 
 NEW = 1_000_000
 
@@ -150,6 +150,22 @@ def test_mixture_is_even_and_gives_each_sample_of_each_stream_once(parts, sample
         assert abs(count - samples * rate / sum(rates)) <= 1 + len(rates) / 2
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 2000), st.integers(0, 2**64 - 1))
+def test_scatter_is_a_permutation(count, key):
+    assert sorted(scatter(index, count, key) for index in range(count)) == list(range(count))
+
+
+def test_a_batch_is_rows_from_all_over_the_data(tmp_path):
+    """Documents of fifty rows: a step of eight rows used to be one of them, and so was the next, so that the loss jumped with each document."""
+    sources = [Numbered([500] * 40, 0)]
+    (loader,) = loaders_of(sources, 1, epochs=None, packing="concatenate", row=10, micro_batch=8, global_batch=8, folder=tmp_path)
+    steps = [loader.next_step() for _ in range(20)]
+    documents = [len({int(token) // 500 for token in step[0].tokens_BS[:, 0]}) for step in steps]
+    assert sum(documents) / len(documents) > 6, documents
+
+
 def test_the_hash_that_orders_documents_never_changes():
     """Golden values: another order would break every resume."""
     assert mix(numpy.array([0, 1, 2**40]), 12345).tolist() == [17540659726606785873, 2454886589211414944, 5156559243297113287]
+    assert [scatter(index, 10, 12345) for index in range(10)] == [0, 7, 2, 5, 8, 9, 4, 3, 6, 1]

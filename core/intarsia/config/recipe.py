@@ -113,7 +113,7 @@ class DataConfig(Config):
     packing: str = chz.field(
         default="concatenate", doc="concatenate: documents fill rows without gaps; one_per_row: one document, cut or padded."
     )
-    shuffle: bool = chz.field(default=True, doc="Shuffle documents anew in each epoch, by seed.")
+    shuffle: bool = chz.field(default=True, doc="Shuffle documents, and the rows that they fill, anew in each epoch, by seed.")
     epochs: int | None = chz.field(default=None, doc="Passes over the data after which it ends; none: as many as the steps take.")
     prefetch: int = chz.field(default=2, doc="Batches prepared in the background; 0: none.")
     cache: str = chz.field(default="", doc="Folder for tokenised data; empty: in the run directory.")

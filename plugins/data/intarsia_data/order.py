@@ -1,8 +1,8 @@
 """Which tokens a sample is made of: index arithmetic, pure functions of seed, data and settings.
 
-A stream is one source in sample order. With `concatenate` it is its documents, shuffled anew in each epoch, one after the other; sample n is
-tokens n*S to (n+1)*S of that, so samples run across the end of an epoch and nothing is skipped or seen twice. With `one_per_row`
-sample n is document n of that order, cut to S. A mixture says of each global sample which stream it is from and its number there.
+A stream is one source in sample order. With `concatenate` it is its documents, shuffled anew in each epoch, one after the other, cut into rows of
+S tokens, so rows run across the end of an epoch and nothing is skipped or seen twice. The rows that lie whole in an epoch are shuffled
+once more: else a batch would be consecutive rows of one long document. With `one_per_row` sample n is document n, cut to S. A mixture says of each global sample which stream it is from and its number there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from intarsia.errors import UsageError
 
 from intarsia_data.store import TokenStore
 
-ONE = 1 << 32
+ONE, KEYS = 1 << 32, (1 << 64) - 1
+ROUNDS = 4
 
 
 def mix(values: numpy.ndarray, key: int) -> numpy.ndarray:
@@ -28,6 +29,19 @@ def mix(values: numpy.ndarray, key: int) -> numpy.ndarray:
         x = (x ^ (x >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
     return x ^ (x >> numpy.uint64(31))
+
+
+def scatter(index: int, count: int, key: int) -> int:
+    """Where a permutation of 0 to `count` - 1 puts `index`, without a table: Feistel rounds on as many bits as it takes, until the place is one of them."""
+    half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for number in range(ROUNDS):
+            left, right = right, left ^ (int(mix(numpy.array(right), (key + number) & KEYS)) & mask)
+        index = left << half | right
+        if index < count:
+            return index
 
 
 def key_of(*parts: object) -> int:
@@ -93,7 +107,7 @@ class Stream:
             document = self._order(epoch)[0][number : number + 1]
             offset = self.store.offsets[document]
             return Segments(offset, numpy.minimum(self.store.offsets[document + 1] - offset, self._row), document)
-        position, parts = sample * self._row, []
+        position, parts = self._cut(sample) * self._row, []
         left = self._row if self._epochs is None else min(self._row, self._epochs * self.tokens - position)
         while left > 0:
             epoch, offset = divmod(position, self.tokens)
@@ -101,6 +115,14 @@ class Stream:
             parts.append(self._part(epoch, offset, offset + taken))
             position, left = position + taken, left - taken
         return Segments(*(numpy.concatenate(columns) for columns in zip(*((p.begin, p.length, p.document) for p in parts), strict=True)))
+
+    def _cut(self, sample: int) -> int:
+        """Which row, as they were cut, sample `sample` is. One that lies in two epochs, or is the last and short, keeps its place."""
+        epoch = sample * self._row // self.tokens
+        first, end = -(-epoch * self.tokens // self._row), (epoch + 1) * self.tokens // self._row
+        if self._key is None or sample >= end:
+            return sample
+        return first + scatter(sample - first, end - first, key_of(self._key, epoch, "rows"))
 
     def _part(self, epoch: int, start: int, stop: int) -> Segments:
         """Tokens `start` to `stop` of an epoch, cut at the documents' borders. O(log documents)."""
