@@ -119,7 +119,7 @@ def scan() -> Iterator[Candidate]:
 
     Only distributions that have the group are read further, by hand: parsing each METADATA as a message costs more than all the rest.
     """
-    seen = set()
+    seen: set[tuple[str, str, str]] = set()
     for distribution in importlib.metadata.distributions():
         found, error = contained(_candidates, distribution)
         if error is not None:  # reported like any plugin that fails, and no reason to lose the others

@@ -196,11 +196,11 @@ def _call(plugins: Plugins, kind: str, name: str, *arguments: Any) -> Recipe:
             raise UsageError(f"{error}{Schema(plugins).missing_plugin(name)}{hint}") from error
     if not callable(function):
         raise UsageError(f"{kind} {name!r} is a {type(function).__name__}, not a function.")
-    recipe, error = contained(function, *arguments)
-    if isinstance(error, IntarsiaError):
-        raise error
-    if error is not None:
-        raise UsageError(f"{kind} {name!r} failed: {describe(error)}") from error
+    recipe, failure = contained(function, *arguments)
+    if isinstance(failure, IntarsiaError):
+        raise failure
+    if failure is not None:
+        raise UsageError(f"{kind} {name!r} failed: {describe(failure)}") from failure
     if not isinstance(recipe, Recipe):
         raise UsageError(f"{kind} {name!r} returned a {type(recipe).__name__}; it must return a Recipe.")
     return recipe
