@@ -9,13 +9,15 @@ import types
 from pathlib import Path
 
 import numpy
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from intarsia.config import DataConfig, EvaluationConfig, MixturePart, TrainConfig
 from intarsia.contracts import IGNORE, Document
+from intarsia.errors import UsageError
 from intarsia_data import build_loader
 from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
-from intarsia_data.order import Mixture, mix, scatter
+from intarsia_data.order import VERSION, Mixture, mix, scatter
 
 NEW = 1_000_000
 
@@ -169,3 +171,18 @@ def test_the_hash_that_orders_documents_never_changes():
     """Golden values: another order would break every resume."""
     assert mix(numpy.array([0, 1, 2**40]), 12345).tolist() == [17540659726606785873, 2454886589211414944, 5156559243297113287]
     assert [scatter(index, 10, 12345) for index in range(10)] == [0, 7, 2, 5, 8, 9, 4, 3, 6, 1]
+
+
+def test_the_order_is_that_of_its_version(tmp_path):
+    """Where this fails, a checkpoint's position has come to mean other tokens: raise `intarsia_data.order.VERSION`, then this test."""
+    sources = [Numbered([7, 3, 11, 1, 5, 9], 0), Numbered([4, 8], NEW)]
+    (loader,) = loaders_of(sources, 1, epochs=2, packing="concatenate", row=4, micro_batch=3, global_batch=3, folder=tmp_path)
+    seen = []
+    while (step := loader.next_step()) is not None:
+        seen += [ids for batch in step for ids in batch.tokens_BS.tolist()]
+    (item,) = loader.state()
+    assert item.value["settings"]["order's version"] == VERSION
+    assert (VERSION, hashlib.sha256(repr(seen).encode()).hexdigest()[:16]) == (2, "19ef15d95ca02f56")
+    older = item.value | {"settings": item.value["settings"] | {"order's version": 1}}
+    with pytest.raises(UsageError, match="order's version: 1 when saved, 2 now"):
+        loader.load_state({"position": older})

@@ -25,7 +25,7 @@ from intarsia.errors import CheckpointError, PluginError, UsageError
 
 from intarsia_data.batches import Row, make_row, padding_row, stack
 from intarsia_data.config import PackedConfig
-from intarsia_data.order import Mixture, Stream, key_of, split
+from intarsia_data.order import VERSION, Mixture, Stream, key_of, split
 from intarsia_data.store import TokenStore, open_store
 
 
@@ -90,6 +90,7 @@ class Loader:
         # What the order of samples depends on; the number of epochs only where it decides when a source leaves the mixture.
         mixed = {f"{name} share": weight for name, weight in zip(names, self._weights, strict=True)} | {"data.epochs": data.epochs}
         self._settings = {
+            "order's version": VERSION,
             "tokenizer": tokenizer.fingerprint(),
             "data.packing": data.packing,
             "data.shuffle": data.shuffle,

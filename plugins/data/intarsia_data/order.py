@@ -19,6 +19,8 @@ from intarsia.errors import UsageError
 from intarsia_data.store import TokenStore
 
 ONE, KEYS = 1 << 32, (1 << 64) - 1
+VERSION = 2
+"""Of the arithmetic here. It goes up whenever a sample's number comes to mean other tokens, so that no older position is taken up."""
 ROUNDS = 4
 
 
