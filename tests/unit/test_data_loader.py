@@ -146,8 +146,8 @@ def test_more_epochs_after_the_end_skip_no_token(tmp_path, length, cut):
             again.load_state({"position": item.value})
     else:
         again.load_state({"position": item.value})
-        rows = [batch.tokens_BS.flatten().tolist() for step in iter(again.next_step, None) for batch in step]
-        assert sorted(sum(rows, [])) == list(range(40))
+        seen = [token for step in iter(again.next_step, None) for batch in step for token in batch.tokens_BS.flatten().tolist()]
+        assert sorted(seen) == list(range(40))
 
 
 def test_documents_come_from_their_lengths_and_not_from_eos(tmp_path):
