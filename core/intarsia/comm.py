@@ -445,11 +445,12 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def init_world(
-    device: torch.device | str = "cpu", timeout_s: float = 600.0, check: bool | None = None, store: dist.Store | None = None
+    device: torch.device | str = "cpu", timeout_s: float | None = None, check: bool | None = None, store: dist.Store | None = None
 ) -> Communicator:
     """The communicator of all processes of the run, from torchrun's environment; a SelfCommunicator where there is only this process.
 
-    `device` is this process's (`intarsia.device.select` gives it). `timeout_s` bounds every wait for another rank. `check` turns check mode on
+    `device` is this process's (`intarsia.device.select` gives it). `timeout_s` bounds every wait for another rank
+    (default: the environment variable INTARSIA_TIMEOUT_S, else 600). `check` turns check mode on
     (default: the environment variable INTARSIA_CHECK_COLLECTIVES is 1). Processes meet at MASTER_ADDR:MASTER_PORT, or at the URL in
     INTARSIA_RENDEZVOUS (`file:///shared/path`), or through `store`. Stability: provisional.
     """
@@ -461,6 +462,7 @@ def init_world(
         return SelfCommunicator(device, "world")
     if not 0 <= rank < size:
         raise UsageError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are 0 to {size - 1}.")
+    timeout_s = timeout_s or _environment_integer("INTARSIA_TIMEOUT_S") or 600.0
     timeout = datetime.timedelta(seconds=timeout_s)
     url = os.environ.get("INTARSIA_RENDEZVOUS", "env://")
     if store is None and url == "env://" and not os.environ.get("MASTER_ADDR"):

@@ -181,8 +181,14 @@ def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(UsageError, match="MASTER_ADDR"):
         init_world("cpu")
     monkeypatch.setenv("INTARSIA_RENDEZVOUS", f"file://{tmp_path}/store")
-    with pytest.raises(DistributedError, match="did not meet"):
+    with pytest.raises(DistributedError, match="did not meet the others within 1 s"):
         init_world("cpu", timeout_s=1)
+    monkeypatch.setenv("INTARSIA_TIMEOUT_S", "2")
+    with pytest.raises(DistributedError, match="did not meet the others within 2 s"):
+        init_world("cpu")
+    monkeypatch.setenv("INTARSIA_TIMEOUT_S", "soon")
+    with pytest.raises(UsageError, match="INTARSIA_TIMEOUT_S must be a whole number"):
+        init_world("cpu")
 
 
 def test_json_stays_json() -> None:

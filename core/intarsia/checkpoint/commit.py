@@ -310,5 +310,5 @@ def explain(step: int, storage: Storage, action: Callable[[], str], remains: Cal
         reason = (f"{error.strerror or error}{name}" if isinstance(error, OSError) else str(error) or type(error).__name__).rstrip(".")
         hint = " The disk is full: free some space." if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise CheckpointError(
-            f"Saving the checkpoint of step {step} to {storage.describe()} failed while {action()}: {reason}.{hint} {remains()}"
+            f"Saving the checkpoint of step {step} to {storage.describe()} failed while {action()}: {reason}.{hint} {remains()}".rstrip()
         ) from error
