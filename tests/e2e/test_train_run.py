@@ -17,7 +17,7 @@ from intarsia.checkpoint import open_checkpoint
 from intarsia.cli import main
 from intarsia.discovery import Candidate, scan
 from intarsia.hookspecs import hookimpl
-from intarsia.train.events import read_events
+from intarsia.train.events import append_event, read_events
 from intarsia.train.run_directory import RunDirectory
 from intarsia_checkpoint_posix.storage import PosixWriter
 from intarsia_models_common.feed_forward import SwiGLU
@@ -167,6 +167,15 @@ def test_resume_without_a_checkpoint_begins_anew(train: Train) -> None:
     assert "no complete checkpoint" in events("runs/a", "warning")[0]["message"]
 
 
+def test_a_refused_build_does_not_take_the_directory(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--name", "a", "train.steps=1", "kernels.attention=spda") == 2
+    assert "'sdpa'" in capsys.readouterr().err and not Path("runs/a").exists()
+    assert train("--name", "a", "train.steps=1", "model.vocab_size=100") == 2
+    assert train("--name", "a", "train.steps=1") == 0
+    assert train("--name", "a", "train.steps=1") == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
 def test_resume_names_what_is_missing(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--resume", "nowhere", recipe=None) == 2
     assert train("--resume") == 2
@@ -256,6 +265,7 @@ def test_a_directory_in_use_and_an_existing_one_are_refused(train: Train, capsys
     assert train("--name", "a") == 2
     assert "in use by another run" in capsys.readouterr().err
     holder.write("recipe.json", {})
+    append_event(holder.path, "step", step=1)
     holder.release()
     assert train("--name", "a") == 2
     assert "--resume runs/a" in capsys.readouterr().err

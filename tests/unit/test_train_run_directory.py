@@ -49,6 +49,10 @@ def test_an_existing_run_and_a_missing_one_say_what_to_do(tmp_path) -> None:
     directory.write("recipe.json", {"a": 1})
     directory.release()
     assert json.loads((path / "recipe.json").read_text()) == {"a": 1}
+    again = RunDirectory(path)  # a build that failed left a recipe, but no step and no checkpoint
+    again.create(resume=False)
+    again.release()
+    EventLog(path).write("step", step=1)
     with pytest.raises(UsageError, match=f"--resume {path}"):
         RunDirectory(path).create(resume=False)
     (tmp_path / "file").write_text("")

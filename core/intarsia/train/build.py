@@ -12,12 +12,13 @@ import torch
 
 from intarsia import ops
 from intarsia.checkpoint import CheckpointManager
-from intarsia.config import Config, ModelConfig, Recipe
+from intarsia.config import Config, ModelConfig, Resolved
 from intarsia.contracts import BuildStage, Loader, StepState, Tokenizer
 from intarsia.device import capabilities
 from intarsia.errors import UsageError
 from intarsia.mesh import Mesh
 from intarsia.parameters import ParameterTable
+from intarsia.plugins import Plugins
 from intarsia.train.built import DATA_AXES, Built
 from intarsia.train.groups import freeze, optimizer_groups
 from intarsia.train.state import ModelState, OptimizerState, RandomState
@@ -88,9 +89,8 @@ def build_data(built: Built) -> Loader:
 
 
 def build_model(built: Built) -> torch.nn.Module:
-    """Stage model: shapes only, on the meta device; operators' kernels are chosen; frozen groups stop training."""
+    """Stage model: shapes only, on the meta device; frozen groups stop training."""
     recipe = built.resolved.recipe
-    choose_kernels(built, recipe)
     with torch.device("meta"):
         built.model = built.plugins.build(recipe.model)
     freeze(recipe.parameter_groups, built.model)
@@ -98,16 +98,16 @@ def build_model(built: Built) -> torch.nn.Module:
     return built.model
 
 
-def choose_kernels(built: Built, recipe: Recipe) -> None:
-    """Put the recipe's kernels in force. What `auto` chose for a run stays chosen when it is resumed, but for operators that the recipe names."""
-    pinned = {
-        path.removeprefix("kernels."): str(fact["value"]) for path, fact in built.resolved.pinned.items() if path.startswith("kernels.")
-    }
+def choose_kernels(resolved: Resolved, plugins: Plugins) -> None:
+    """Put the recipe's kernels in force, before any process group exists. What `auto` chose for a run stays chosen when it is resumed, but for
+    operators that the recipe names."""
+    recipe = resolved.recipe
+    pinned = {path.removeprefix("kernels."): str(fact["value"]) for path, fact in resolved.pinned.items() if path.startswith("kernels.")}
     wanted = {**(pinned if recipe.kernels.get("*", "auto") == "auto" else {}), **recipe.kernels}
-    selection = ops.select(wanted, built.plugins, capabilities(), recipe.precision.compute, compiled=recipe.compile.mode != "none")
+    selection = ops.select(wanted, plugins, capabilities(), recipe.precision.compute, compiled=recipe.compile.mode != "none")
     ops.install(selection)
     for op, choice in selection.facts().items():
-        built.resolved.decide(f"kernels.{op}", choice["value"], choice["reason"])
+        resolved.decide(f"kernels.{op}", choice["value"], choice["reason"])
 
 
 def build_parameters(built: Built) -> Any:

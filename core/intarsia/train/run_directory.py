@@ -26,6 +26,12 @@ def is_run(directory: Path) -> bool:
     return (directory / RECIPE).is_file()
 
 
+def has_begun(directory: Path) -> bool:
+    """Whether a run in `directory` got as far as a step or a checkpoint; what a failed build left may be replaced."""
+    events = directory / "events.jsonl"
+    return any((directory / "checkpoints").glob("*")) or (events.is_file() and '"event": "step"' in events.read_text(encoding="utf-8"))
+
+
 def default_directory(name: str, parent: Path = Path("runs")) -> Path:
     """A new directory for a run of this name: `runs/NAME-DATE-TIME`, with a number behind where that exists."""
     base = parent / f"{name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -55,7 +61,7 @@ class RunDirectory:
         """Make the directory (or, to resume, find it) and take its lock. Raises UsageError: in use, existing, missing, not writable."""
         if resume and not is_run(self.path):
             raise UsageError(f"{self.path} is no run directory (it has no {RECIPE}), so there is nothing to resume.")
-        if not resume and is_run(self.path):
+        if not resume and is_run(self.path) and has_begun(self.path):
             raise UsageError(
                 f"{self.path} holds a run already. Go on with it by `--resume {self.path}`, or choose another directory by --dir or --name."
             )

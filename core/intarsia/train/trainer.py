@@ -27,7 +27,7 @@ from intarsia.errors import CheckpointError, IntarsiaError, PluginError, Stopped
 from intarsia.hooks import undisturbed
 from intarsia.mesh import check_mesh, check_supported
 from intarsia.plugins import Plugins, check_same_plugins
-from intarsia.train.build import build
+from intarsia.train.build import build, choose_kernels
 from intarsia.train.built import Built
 from intarsia.train.evaluate import evaluate
 from intarsia.train.events import EventLog
@@ -62,6 +62,7 @@ def train(request: Request) -> Run:
     check_supported(sizes)
     device = devices.select(recipe.train.device)
     set_up_torch(recipe.train.threads, recipe.train.deterministic)
+    choose_kernels(request.resolved, request.plugins)
     world = init_world(device)
     try:
         check_same_plugins(world, request.plugins)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import errno
 import os
@@ -115,7 +116,7 @@ class PosixStorage:
             found += [(relative / file).as_posix() for file in files if not file.endswith(PARTIAL)]
         return sorted(found)
 
-    def folders(self, prefix: str = "") -> list[str]:
+    def folders(self, prefix: str = "") -> builtins.list[str]:
         """Names of the folders directly below the folder `prefix`, with finished files or without."""
         start = self._path(prefix) if prefix else self.root
         return sorted(path.name for path in start.iterdir() if path.is_dir()) if start.is_dir() else []
