@@ -336,3 +336,6 @@ def test_facts_are_compared() -> None:
     }
     assert next(iter(found)) == "recipe model.dim"
     assert "recipe model.dim: was 8, is 9" in str(compare_facts(facts(), now)[0])
+    added = facts(**{"model.bias": True})
+    assert [difference.saved for difference in compare_facts(facts(), added)] == [None]
+    assert compare_facts({}, now) == [] and [d.what for d in compare_facts({"world": 2}, now)] == ["world"]

@@ -53,12 +53,14 @@ def compare_facts(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[
     """Differences between a manifest's facts and a run's, the worst first.
 
     Both hold, as far as they are known: `recipe` (path to plain value), `plugins` (as `Plugins.facts()` gives them), `kernels` (operator
-    to kernel) and `world`. A value that is on one side only is None on the other. Stability: provisional.
+    to kernel) and `world`. A value that is on one side only is None on the other; of weights that came without a recipe, no recipe is compared, and
+    so on. Stability: provisional.
     """
     old, new = _flat(saved), _flat(current)
     found = []
+    known = {what.partition(" ")[0] for what in old}
     for what in sorted(old.keys() | new.keys()):
-        if old.get(what) != new.get(what):
+        if what.partition(" ")[0] in known and old.get(what) != new.get(what):
             level, why = next((level, why) for glob, level, why in RULES if fnmatch.fnmatchcase(what, glob))
             found.append(Difference(what, old.get(what), new.get(what), level, why))
     return sorted(found, key=lambda difference: ("fatal", "warning", "note").index(difference.level))
