@@ -112,6 +112,12 @@ def test_prompts_from_a_file_and_from_standard_input(
     assert generate(run)["completions"][0]["prompt"] == "piped\ntext"
 
 
+def test_equal_prompts_are_numbered(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run), "--max-tokens", "2", *(["--prompt", "def"] * 3)]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--- ")]
+    assert shown == ["--- prompt 1", "--- prompt 2", "--- prompt 3"]
+
+
 def test_chat_begins_with_the_turns_markers(run: Path, generate: Generate) -> None:
     (completion,) = generate(run, "--chat", "--prompt", "hi")["completions"]
     # bos, the user's marker, two bytes, end of turn, and the assistant's marker, behind which it speaks.

@@ -58,6 +58,14 @@ def test_draw_inverts_the_cumulative_distribution():
     assert draw(torch.tensor([[0.0, 0.5, 0.5, 0.0]]).expand(2, 4), torch.tensor([0.0, 1.0])).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("temperature", [1e-20, 1e-38, 1e-45, 1e-300, 1e30])
+def test_any_temperature_gives_probabilities(temperature):
+    found = probabilities(LOGITS_BV, SamplingConfig(temperature=temperature))
+    torch.testing.assert_close(found.sum(-1), torch.ones(LOGITS_BV.shape[0]))
+    if temperature < 1:
+        assert found.argmax(-1).tolist() == LOGITS_BV.argmax(-1).tolist() and bool((found.amax(-1) == 1).all())
+
+
 def test_frequencies_are_the_probabilities():
     random = torch.Generator().manual_seed(0)
     config = SamplingConfig(top_k=3)

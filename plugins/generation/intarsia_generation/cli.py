@@ -157,10 +157,10 @@ def _show(
         print(json.dumps({**facts, "completions": [dataclasses.asdict(each) for each in completions]}, indent=2, ensure_ascii=False))
         return
     if not streaming:
-        for each in completions:
+        for number, each in enumerate(completions):
             if len(completions) > 1:
                 sample = f", sample {each.sample + 1}" if config.samples > 1 else ""
-                print(f"--- prompt {completions.index(each) // config.samples + 1}{sample}")
+                print(f"--- prompt {number // config.samples + 1}{sample}")
             print(each.text if arguments.chat else f"{each.prompt}{each.text}")
     step = "" if generator.step is None else f", checkpoint of step {generator.step}"
     reasons = ", ".join(dict.fromkeys(each.finish for each in completions))

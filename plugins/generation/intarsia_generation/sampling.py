@@ -11,6 +11,7 @@ from torch import Tensor
 from intarsia_generation.settings import SamplingConfig
 
 NEVER = float("-inf")
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def keep_top_k(logits_BV: Tensor, k: int) -> Tensor:
@@ -37,7 +38,9 @@ def keep_min_p(logits_BV: Tensor, share: float) -> Tensor:
 
 def probabilities(logits_BV: Tensor, config: SamplingConfig) -> Tensor:
     """What a token is drawn by, float32: temperature, top-k, top-p, min-p, softmax. The temperature must not be 0."""
-    logits_BV = logits_BV.float() / config.temperature
+    # Below the likeliest, which stays 0 however small the temperature is: a quotient that overflows would be no number.
+    logits_BV = logits_BV.float() - logits_BV.float().amax(-1, keepdim=True)
+    logits_BV = logits_BV / max(config.temperature, SMALLEST)
     if config.top_k is not None:
         logits_BV = keep_top_k(logits_BV, config.top_k)
     if config.top_p < 1:
