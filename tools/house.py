@@ -32,15 +32,11 @@ def module_name(path: Path) -> str:
 
 
 def statements(tree: ast.Module) -> int:
-    """Statements on the syntax tree; docstrings are free."""
-    docstrings = 0
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            docstrings += sum(
-                isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) and isinstance(s.value.value, str) for s in body
-            )
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - docstrings
+    """Statements on the syntax tree; docstrings of modules, classes and functions are free."""
+    homes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = list(ast.walk(tree))
+    docstrings = sum(isinstance(node, homes) and ast.get_docstring(node, clean=False) is not None for node in nodes)
+    return sum(isinstance(node, ast.stmt) for node in nodes) - docstrings
 
 
 def imports(tree: ast.Module, name: str, is_package: bool) -> Iterator[str]:

@@ -16,6 +16,8 @@ import torch
 
 from intarsia.errors import UsageError
 
+# Dense peak FLOP/s of matrix products by a part of the device's name (the longest that fits) and dtype, from the vendor's data sheets;
+# float32 is TF32 where the device has it.
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     "B200": {"bfloat16": 2.25e15, "float16": 2.25e15, "float8_e4m3fn": 4.5e15, "float32": 1.1e15},
     "GB200": {"bfloat16": 2.5e15, "float16": 2.5e15, "float8_e4m3fn": 5.0e15, "float32": 1.25e15},
@@ -29,8 +31,6 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "A10": {"bfloat16": 1.25e14, "float16": 1.25e14, "float32": 6.25e13},
     "V100": {"float16": 1.25e14, "float32": 1.57e13},
 }
-"""Dense peak FLOP/s of matrix products by a part of the device's name (the longest that fits) and dtype, from the vendor's data sheets; float32 is TF32
-where the device has it."""
 
 
 def select(name: str = "auto") -> torch.device:

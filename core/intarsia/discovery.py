@@ -14,14 +14,14 @@ from typing import Any
 
 from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
 
+# The group of entry points in which plugins are found.
 GROUP = "intarsia"
-"""The group of entry points in which plugins are found."""
 
+# The distribution name of core: its offers come first, and it can be neither disabled nor disallowed.
 CORE = "intarsia"
-"""The distribution name of core: its offers come first, and it can be neither disabled nor disallowed."""
 
+# `module:attribute`, both dotted.
 REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-"""`module:attribute`, both dotted."""
 
 
 @dataclasses.dataclass(frozen=True)

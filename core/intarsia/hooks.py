@@ -19,8 +19,8 @@ from intarsia.hookspecs import SpecFacts
 if TYPE_CHECKING:
     from intarsia.contracts import BuildStage, Run, StepSummary
 
+# How much of each argument's repr a trace line holds.
 SHOWN_CHARACTERS = 200
-"""How much of each argument's repr a trace line holds."""
 
 
 @dataclasses.dataclass(frozen=True)

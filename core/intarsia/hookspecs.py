@@ -59,8 +59,8 @@ def offer(kind: str, base: str = "", entry: type[Entry] = Entry) -> Callable[[Sp
     return _spec(SpecFacts("offer", kind, base, entry=entry))
 
 
+# Mark a spec as a participant event: called on every rank, in declared order; an exception ends the run.
 participant = _spec(SpecFacts("participant", ranks="all"))
-"""Mark a spec as a participant event: called on every rank, in declared order; an exception ends the run."""
 
 
 def observer(ranks: Literal["zero", "all"] = "zero") -> Callable[[Spec], Spec]:

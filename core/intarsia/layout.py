@@ -41,12 +41,12 @@ __all__ = [
 
 AxisKind = Literal["cut", "replicate", "sum", "max"]
 
+# Bytes of one element, by torch's dtype names.
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Bytes of one element, by torch's dtype names."""
 
 
 def _require(kept: bool, sentence: str) -> None:

@@ -21,11 +21,11 @@ from intarsia.hooks import Hooks, Implementation, Spec, Trace, undisturbed
 from intarsia.hookspecs import SpecFacts
 
 ENTRY_NAME = (r"[a-z0-9][a-z0-9_./+-]*", "letters, digits and . _ / + -")
+# What an entry may be called, as a pattern and in words; an extension's name is a key of the recipe and therefore an identifier.
 EXTENSION_NAME = (r"[a-z][a-z0-9_]*", "letters, digits and _, beginning with a letter")
-"""What an entry may be called, as a pattern and in words; an extension's name is a key of the recipe and therefore an identifier."""
 
+# What loading a plugin must not import: each takes a second of every command.
 HEAVY = ("torch", "numpy", "transformers", "triton")
-"""What loading a plugin must not import: each takes a second of every command."""
 
 CORE_SPECS = "intarsia/core"
 

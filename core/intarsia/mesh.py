@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from intarsia.comm import Communicator
     from intarsia.config import MeshConfig
 
+# The axes that span the processes, outermost first: a rank is the row-major index of its coordinates. `ep` is folded out of the last
+# three.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes that span the processes, outermost first: a rank is the row-major index of its coordinates. `ep` is folded out of the last three."""
 
+# Axes that this version's trainer runs with more than one rank.
 SUPPORTED = ("dp_replicate", "dp_shard")
-"""Axes that this version's trainer runs with more than one rank."""
 
 
 def check_mesh(config: MeshConfig, world: int) -> dict[str, int]:

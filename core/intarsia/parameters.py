@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from intarsia.layout import Layout
     from intarsia.mesh import Mesh
 
+# Elements that are drawn from one generator. Part of what a seed means: never changed.
 CHUNK = 2**20
-"""Elements that are drawn from one generator. Part of what a seed means: never changed."""
 
 
 @dataclasses.dataclass

@@ -51,8 +51,8 @@ __all__ = [
     "verify_child",
 ]
 
+# The environment variable by which a process tells those it starts which plugins they must hold.
 EXPECTED = "INTARSIA_PLUGINS_EXPECTED"
-"""The environment variable by which a process tells those it starts which plugins they must hold."""
 
 _current: Plugins | None = None
 _warned: set[str] = set()

@@ -11,6 +11,7 @@ from intarsia.errors import UsageError
 
 Level = Literal["fatal", "warning", "note"]
 
+# First match wins: what differs, as a glob; how bad it is; why.
 RULES: tuple[tuple[str, Level, str], ...] = (
     ("recipe model*", "fatal", "the saved weights belong to another model"),
     ("recipe data.tokenizer*", "fatal", "token ids have another meaning"),
@@ -32,7 +33,6 @@ RULES: tuple[tuple[str, Level, str], ...] = (
     ("plugin *", "warning", "it may compute something else"),
     ("kernel *", "warning", "losses may differ by rounding"),
 )
-"""First match wins: what differs, as a glob; how bad it is; why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

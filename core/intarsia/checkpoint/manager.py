@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("intarsia.checkpoint")
 
+# Saves that may exist at once: one being written, one waiting. A further `save` waits: each holds a copy of the state.
 IN_FLIGHT = 2
-"""Saves that may exist at once: one being written, one waiting. A further `save` waits: each holds a copy of the state."""
 
 
 class CheckpointManager:

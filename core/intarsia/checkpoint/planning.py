@@ -11,11 +11,11 @@ from intarsia.contracts import Box, Piece, Region
 from intarsia.errors import PluginError
 from intarsia.layout import DTYPE_BYTES, Layout
 
+# A read is cut into pieces of at most this, where the tensor's rows allow.
 READ_BYTES = 64 << 20
-"""A read is cut into pieces of at most this, where the tensor's rows allow."""
 
+# Unwanted bytes between two wanted rows are skipped when they are at least this many: a seek costs about as much.
 SKIP_BYTES = 256 << 10
-"""Unwanted bytes between two wanted rows are skipped when they are at least this many: a seek costs about as much."""
 
 
 def layout_rank(layout: Layout, mesh: Mapping[str, int], rank: int, world: int, key: str) -> tuple[int, bool]:

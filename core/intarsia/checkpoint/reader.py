@@ -15,8 +15,8 @@ from intarsia.plugins import Plugins, current
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Folder of a run's checkpoints in its storage.
 BASE = "checkpoints"
-"""Folder of a run's checkpoints in its storage."""
 
 
 class Checkpoint:

@@ -17,8 +17,8 @@ _PATH = re.compile(rf"\.{{3,}}|(?:\.{{3,}})?{_SEGMENT}(?:(?:\.{{3,}}|\.){_SEGMEN
 _TOKEN = re.compile(rf"{_SEGMENT}|\.{{3,}}")
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _WILD = {"*": ".*", "?": "."}
+# What one segment of a glob accepts: itself, a pattern, or (None) any number of segments.
 Matcher = str | re.Pattern[str] | None
-"""What one segment of a glob accepts: itself, a pattern, or (None) any number of segments."""
 
 
 def join(parent: str, segment: str) -> str:

@@ -21,8 +21,8 @@ from intarsia.discovery import Selection, contained, describe
 from intarsia.errors import IntarsiaError, UsageError, did_you_mean
 from intarsia.plugins import Plugins, current, load, use
 
+# Version of recipe.json and resolved.json.
 SCHEMA = 1
-"""Version of recipe.json and resolved.json."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
+# A plain leaf value, as it is written into JSON.
 Choice = bool | int | float | str | None
-"""A plain leaf value, as it is written into JSON."""

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from intarsia.contracts.state import StateItem
 
+# The label of a token that is not trained on.
 IGNORE = -100
-"""The label of a token that is not trained on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

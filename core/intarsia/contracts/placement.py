@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal, Protocol, runtime_checkable
 
+# Members of a bucket's local buffer start at multiples of this: Inductor copies views that are not aligned.
 ALIGNMENT_BYTES = 128
-"""Members of a bucket's local buffer start at multiples of this: Inductor copies views that are not aligned."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -41,8 +41,8 @@ class Box:
         return cls((0,) * len(shape), tuple(shape))
 
 
+# Ordered, disjoint, non-empty boxes. Local storage order is the boxes in order, each row-major.
 Region = tuple[Box, ...]
-"""Ordered, disjoint, non-empty boxes. Local storage order is the boxes in order, each row-major."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from intarsia.config import Recipe
 
+# The stages in which a run is built, in this order.
 BuildStage = Literal["mesh", "data", "model", "parameters", "optimizer", "engine", "checkpoint"]
-"""The stages in which a run is built, in this order."""
 
 
 @dataclasses.dataclass

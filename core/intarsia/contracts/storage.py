@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from intarsia.contracts.state import StateItem
 
 
+# Suffix that a storage may give to a file that is still being written; no name has it.
 PARTIAL = ".partial"
-"""Suffix that a storage may give to a file that is still being written; no name has it."""
 
 
 def check_name(name: str) -> str:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+# Scores [B, H, chunk, T] that may exist at once (128 MiB of float32).
 SCORE_ELEMENTS = 1 << 25
-"""Scores [B, H, chunk, T] that may exist at once (128 MiB of float32)."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -16,8 +16,8 @@ from intarsia.ops.operator import Choice, Operator, find, operators
 if TYPE_CHECKING:
     from intarsia.plugins import Plugins
 
+# The environment variable that names a file of measurements of this machine.
 MEASUREMENTS = "INTARSIA_KERNEL_MEASUREMENTS"
-"""The environment variable that names a file of measurements of this machine."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from intarsia.train.events import EventLog
     from intarsia.train.state import Progress, RandomState
 
+# Mesh axes whose ranks see different rows.
 DATA_AXES = ("dp_replicate", "dp_shard")
-"""Mesh axes whose ranks see different rows."""
 
 
 @dataclasses.dataclass

@@ -8,8 +8,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+# Environment variable with the process id of `intarsia train --processes`: a rank whose launcher is gone stops.
 LAUNCHER = "INTARSIA_LAUNCHER"
-"""Environment variable with the process id of `intarsia train --processes`: a rank whose launcher is gone stops."""
 
 
 class StopSignals:
