@@ -7,6 +7,7 @@ import math
 import chz
 import pytest
 import torch
+from intarsia.config import resolve
 from intarsia.errors import PluginError, UsageError
 from intarsia.plugins import current
 from intarsia_llama3 import config as sizes
@@ -167,3 +168,9 @@ def test_the_whole_of_the_recipes_builds():
             recipe = current().target(entry)()
             assert recipe.train.sequence_length <= recipe.model.max_positions, entry.name
             assert recipe.train.global_batch % recipe.train.micro_batch == 0, entry.name
+
+
+def test_a_component_of_another_role_is_refused_where_the_recipe_is_resolved():
+    override = ["overrides.0.match=layers.0.attention", "overrides.0.replace=rms_norm"]
+    with pytest.raises(UsageError, match=r"layers\.0\.attention` takes a MixerConfig, which intarsia-models-common:rms_norm"):
+        resolve("llama3/debug", override)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import chz
-from intarsia.config import ComponentConfig
-from intarsia_models_common.config import AttentionConfig, BlockConfig, LanguageModelConfig, RMSNormConfig
+from intarsia_models_common.config import AttentionConfig, BlockConfig, FeedForwardConfig, LanguageModelConfig, RMSNormConfig
 
 
 @chz.chz(typecheck=True)
-class SquaredReLUConfig(ComponentConfig):
+class SquaredReLUConfig(FeedForwardConfig):
     """A feed-forward layer without a gate (arXiv 2109.08668)."""
 
     hidden: int = chz.field(doc="Width between the projections.")

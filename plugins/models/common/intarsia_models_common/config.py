@@ -19,7 +19,22 @@ def check_between(field: str, value: float, least: float, below: float = math.in
 
 
 @chz.chz(typecheck=True)
-class RMSNormConfig(ComponentConfig):
+class NormConfig(ComponentConfig):
+    """What stands where a norm does: module(x) -> same shape."""
+
+
+@chz.chz(typecheck=True)
+class MixerConfig(ComponentConfig):
+    """What mixes along the sequence: module(x_BSD, rope, context) -> [B, S, D]."""
+
+
+@chz.chz(typecheck=True)
+class FeedForwardConfig(ComponentConfig):
+    """What mixes along the channels: module(x_BSD) -> [B, S, D]."""
+
+
+@chz.chz(typecheck=True)
+class RMSNormConfig(NormConfig):
     """Root-mean-square norm with a weight."""
 
     eps: float = chz.field(default=1e-5, doc="Added to the mean square.")
@@ -67,7 +82,7 @@ class RopeConfig(ComponentConfig):
 
 
 @chz.chz(typecheck=True)
-class AttentionConfig(ComponentConfig):
+class AttentionConfig(MixerConfig):
     """Causal softmax attention with grouped key/value heads."""
 
     heads: int = chz.field(doc="Query heads.")
@@ -76,7 +91,7 @@ class AttentionConfig(ComponentConfig):
     window: int | None = chz.field(default=None, doc="How many tokens back a token sees, itself included; none: all.")
     softcap: float | None = chz.field(default=None, doc="Scores become c tanh(scores / c); none: as they are.")
     sinks: bool = chz.field(default=False, doc="One learned logit for each head in the softmax's denominator.")
-    qk_norm: ComponentConfig | None = chz.field(default=None, doc="A norm over each query and key head, before the rotation.")
+    qk_norm: NormConfig | None = chz.field(default=None, doc="A norm over each query and key head, before the rotation.")
     bias: bool = chz.field(default=False, doc="Biases on query, key and value projections.")
     scale: float | None = chz.field(default=None, doc="Multiplier of the scores; none: head_dim^-0.5.")
     rotate: bool = chz.field(default=True, doc="Apply rotary positions.")
@@ -96,7 +111,7 @@ class AttentionConfig(ComponentConfig):
 
 
 @chz.chz(typecheck=True)
-class SwiGLUConfig(ComponentConfig):
+class SwiGLUConfig(FeedForwardConfig):
     """The gated feed-forward layer down(silu(gate x) * up x)."""
 
     hidden: int = chz.field(doc="Width between the projections.")
@@ -110,10 +125,10 @@ class SwiGLUConfig(ComponentConfig):
 class BlockConfig(ComponentConfig):
     """A pre-norm residual block: attention, then a feed-forward layer."""
 
-    attention: ComponentConfig = chz.field(doc="What mixes along the sequence.")
-    feed_forward: ComponentConfig = chz.field(doc="What mixes along the channels.")
-    attention_norm: ComponentConfig = chz.field(default_factory=RMSNormConfig, doc="Norm before attention.")
-    feed_forward_norm: ComponentConfig = chz.field(default_factory=RMSNormConfig, doc="Norm before the feed-forward layer.")
+    attention: MixerConfig = chz.field(doc="What mixes along the sequence.")
+    feed_forward: FeedForwardConfig = chz.field(doc="What mixes along the channels.")
+    attention_norm: NormConfig = chz.field(default_factory=RMSNormConfig, doc="Norm before attention.")
+    feed_forward_norm: NormConfig = chz.field(default_factory=RMSNormConfig, doc="Norm before the feed-forward layer.")
 
 
 @chz.chz(typecheck=True)
@@ -121,7 +136,7 @@ class LanguageModelConfig(ModelConfig):
     """A decoder-only language model. Families derive from it."""
 
     layers: tuple[BlockConfig, ...] = chz.field(doc="The blocks, first to last.")
-    norm: ComponentConfig = chz.field(default_factory=RMSNormConfig, doc="The norm before the output projection.")
+    norm: NormConfig = chz.field(default_factory=RMSNormConfig, doc="The norm before the output projection.")
     rope: RopeConfig = chz.field(default_factory=RopeConfig, doc="Rotary positions, one table for all layers.")
     tied: bool = chz.field(default=False, doc="The output projection is the embedding.")
     initial_std: float = chz.field(
