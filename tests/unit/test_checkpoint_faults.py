@@ -152,6 +152,18 @@ def test_every_flipped_byte_is_found() -> None:
     assert load_newest(storage) == 2
 
 
+def test_a_flipped_byte_is_found_by_whoever_reads_a_tensor() -> None:
+    storage = MemoryStorage()
+    save(storage, 7)
+    name = next(name for name in storage.list("checkpoints/step-00000007") if name.endswith(".bin"))
+    good = storage.files[name]
+    assert open_checkpoint("", storage).read("model/w").tolist()[0][0] == 7
+    for place in range(0, len(good), 7):
+        storage.files[name] = good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :]
+        with pytest.raises(CheckpointError, match=r"step-00000007 is damaged: .*\.bin was changed"):
+            open_checkpoint("", storage).read("model/w")
+
+
 def test_a_flipped_byte_stops_a_load_and_verify_names_the_file() -> None:
     storage = MemoryStorage()
     save(storage, 2)

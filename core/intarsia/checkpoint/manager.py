@@ -149,11 +149,13 @@ class CheckpointManager:
         return {name: size for name, size in self.facts.get("mesh", {}).items() if size != 1}
 
     def _remains(self) -> str:
-        if self.comm.rank:  # Rank 0 tells it, and what this rank reports becomes a part of that.
-            return ""
-        if self._durable is None:
-            return "No complete checkpoint of this run is known here."
-        return f"The checkpoint of step {self._durable.step} ({self._durable.location}) is complete and stays."
+        last = self._durable
+        here = (
+            f"The checkpoint of step {last.step} ({last.location}) is complete and stays."
+            if last
+            else "No complete checkpoint is known here."
+        )
+        return "" if self.comm.rank else here  # What other ranks report becomes a part of what rank 0 tells.
 
     def _write_all(self) -> None:
         while True:

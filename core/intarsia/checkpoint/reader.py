@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ class Checkpoint:
         self.location = f"{storage.describe().rstrip('/')}/{folder}"
         self.manifest: Manifest = commit.load_manifest(storage, folder)
         self._plugins = plugins
-        self._backend: CheckpointBackend | None = None
+        self._sound: set[str] = set()
 
     def keys(self) -> list[str]:
         """Keys of all tensors and values, sorted. What belongs to one rank has `@rankN` behind the item's key when it is a tensor."""
@@ -40,7 +41,10 @@ class Checkpoint:
         return self.manifest.values[key].value
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
-        """A new CPU tensor with `box` of the stored tensor (all of it when None), of the box's size and the stored dtype."""
+        """A new CPU tensor with `box` of the stored tensor (all of it when None), of the box's size and the stored dtype.
+
+        CheckpointError where a file that holds the tensor was changed: each one's hash is compared before anything of it is read.
+        """
         import torch
 
         from intarsia.checkpoint.loading import read_into
@@ -52,16 +56,18 @@ class Checkpoint:
         box = Box.whole(record.shape) if box is None else box
         if len(box.size) != len(record.shape) or any(end > size for end, size in zip(box.end, record.shape, strict=True)):
             raise UsageError(f"The box {box} is not inside the shape {list(record.shape)} of {key!r} in {self.location}.")
+        for name in {piece.file for piece in record.pieces} - self._sound:
+            if problem := commit.check_file(self.storage, self.folder, self.manifest.files[name], hashes=True):
+                raise CheckpointError(f"{self.location} is damaged: {name} {problem}. Use an older one, or restore this file.")
+            self._sound.add(name)
         target = Target(record, (box,) if box.numel else (), torch.empty(box.size, dtype=getattr(torch, record.dtype)))
         read_into(self.storage, self.backend, self.folder, [target])
         return target.value
 
-    @property
+    @functools.cached_property
     def backend(self) -> CheckpointBackend:
         """The backend that wrote this. CheckpointError, naming it, where it is not installed."""
-        if self._backend is None:
-            self._backend = find_backend(self.manifest.backend, self._plugins or current())
-        return self._backend
+        return find_backend(self.manifest.backend, self._plugins or current())
 
     def verify(self) -> list[tuple[str, str]]:
         """(file, what is wrong with it) of every damaged, missing or surplus file. Reads everything; marker and manifest were checked on opening."""

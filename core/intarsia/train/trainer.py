@@ -220,11 +220,12 @@ class Trainer:
         for skipped in manager.skipped:
             built.warn(f"Checkpoint {skipped.folder} is not used: {skipped.reason}")
         if latest is None:
-            lost = [entry for entry in manager.skipped if f"{entry.folder}/{MARKER}" in manager.storage.list(entry.folder)]
+            lost = [
+                f"\n  {one.folder}: {one.reason}" for one in manager.skipped if f"{one.folder}/{MARKER}" in manager.storage.list(one.folder)
+            ]
             if lost:
-                reasons = "".join(f"\n  {entry.folder}: {entry.reason}" for entry in lost)
                 raise CheckpointError(
-                    f"Every checkpoint of {self._directory.path} is damaged. Restore its files, or begin a new run in another directory.{reasons}"
+                    f"Every checkpoint of {self._directory.path} is damaged. Restore its files, or begin a new run in another directory.{''.join(lost)}"
                 )
             built.warn("There is no complete checkpoint to resume from: the run begins at step 0.")
             return False
