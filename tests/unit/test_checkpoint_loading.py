@@ -317,6 +317,21 @@ def test_a_backend_that_is_not_installed_is_named() -> None:
         load(storage, ref, weights(w=torch.ones(2)))
 
 
+def test_values_that_a_component_cannot_take_up_are_the_checkpoints_fault() -> None:
+    class Picky(Holder):
+        def load_state(self, values: Mapping[str, Any], missing_rank_state: bool = False) -> None:
+            values["cursor"]["next"] += 1
+
+    storage = MemoryStorage()
+    manager = OverStorage(storage)
+    manager.save(1, [Holder(StateItem("data", "cursor", "keyed", {"before": 3}))])
+    manager.wait()
+    ref = manager.latest()
+    assert ref is not None
+    with pytest.raises(CheckpointError, match=r"step-00000001: cursor cannot be taken up by Picky \(KeyError: 'next'\)"):
+        manager.load(ref, [Picky(StateItem("data", "cursor", "keyed", {}))])
+
+
 def test_facts_are_compared() -> None:
     def facts(**changes: Any) -> Mapping[str, Any]:
         recipe = {"model.dim": 8, "train.seed": 0, "train.steps": 10, "data.shuffle": True} | changes

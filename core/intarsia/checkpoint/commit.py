@@ -247,18 +247,14 @@ def scan(storage: Storage, base: str) -> tuple[list[CheckpointRef], list[Skipped
 # ---------------------------------------------------------------- retention and leftovers
 
 
-def purge(storage: Storage, base: str, keep_last: int, keep_every: int | None, keep: Iterable[str]) -> list[str]:
-    """Delete complete checkpoints beyond the `keep_last` newest (0: none), sparing multiples of `keep_every`, and `keep`. Returns the folders."""
-    if keep_last == 0:
-        return []
-    kept, gone = set(keep), []
-    for ref in scan(storage, base)[0][keep_last:]:
+def purge(storage: Storage, base: str, keep_last: int, keep_every: int | None, keep: Iterable[str]) -> None:
+    """Delete complete checkpoints beyond the `keep_last` newest (0: none), sparing multiples of `keep_every`, and `keep`."""
+    kept = set(keep)
+    for ref in scan(storage, base)[0][keep_last:] if keep_last else ():
         if ref.folder not in kept and not (keep_every and ref.step % keep_every == 0):
             # Without its marker it is no checkpoint any more, wherever the rest of the deletion stops.
             storage.remove(f"{ref.folder}/{MARKER}")
             storage.remove(ref.folder)
-            gone.append(ref.folder)
-    return gone
 
 
 def temporary_folder(base: str, token: str, number: int, step: int) -> str:

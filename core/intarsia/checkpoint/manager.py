@@ -324,7 +324,13 @@ class CheckpointManager:
         self._agree([f"{ref.location} could not be read: {failure}"] if failure else [])
         for component, values in loaded:
             rank_items = [item.name for owner, item in items.values() if owner is component and item.kind == "rank"]
-            component.load_state(values, missing_rank_state=any(name not in values for name in rank_items))
+            try:
+                component.load_state(values, missing_rank_state=any(name not in values for name in rank_items))
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise CheckpointError(
+                    f"{ref.location}: {', '.join(values)} cannot be taken up by {type(component).__name__} ({type(error).__name__}: {error}). "
+                    "The values were changed, or saved by another version."
+                ) from error
         self._durable = ref
         return manifest.step
 

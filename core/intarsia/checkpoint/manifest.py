@@ -129,14 +129,19 @@ TEXT = Field("a non-empty string", lambda value: isinstance(value, str) and valu
 COUNT = Field("an integer of at least 0", _count)
 POSITIVE = Field("an integer of at least 1", lambda value: _count(value) and value > 0)
 COUNTS = Field("a list of integers of at least 0", lambda value: isinstance(value, list) and all(map(_count, value)))
-NUMBER = Field("a number", lambda value: type(value) is float or _count(value))
+TIME = Field("a number of seconds in the years 1970 to 9999", lambda value: type(value) in (int, float) and 0 <= value < 253e9)
 LIST = Field("a list", lambda value: isinstance(value, list))
 OBJECT = Field("an object", lambda value: isinstance(value, dict))
 JSON = Field("JSON", lambda value: True)
 
 ITEM = {"owner": TEXT, "name": TEXT, "kind": TEXT, "version": POSITIVE}
 PIECE = {"start": COUNTS, "size": COUNTS, "file": TEXT, "offset": COUNT, "length": COUNT}
-TOP = {"format": TEXT, "version": POSITIVE, "step": COUNT, "serial": POSITIVE, "time_s": NUMBER, "world": POSITIVE}
+TOP = {"format": TEXT, "version": POSITIVE, "step": COUNT, "serial": POSITIVE, "time_s": TIME, "world": POSITIVE}
+FACTS = {
+    "plugins": Field("a list of objects", lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value)),
+    "mesh": Field("an object of integers of at least 0", lambda value: isinstance(value, dict) and all(map(_count, value.values()))),
+    **dict.fromkeys(("recipe", "kernels", "data"), OBJECT),
+}
 TOP |= {"writer": TEXT, "backend": TEXT, "facts": OBJECT, "tensors": OBJECT, "values": OBJECT, "files": OBJECT}
 
 
@@ -205,6 +210,8 @@ def from_json(value: Any, where: str) -> Manifest:
     """The manifest in decoded JSON, every field and every relation between them checked. `where` names the file in messages."""
     check_version(value, where)
     top, world = _fields(value, TOP, f"{where}: top level"), value["world"]
+    known = FACTS.keys() & top["facts"].keys()
+    _fields({name: top["facts"][name] for name in known}, {name: FACTS[name] for name in known}, f"{where}: facts")
     files = {name: _file(name, record, f"{where}: file {name!r}") for name, record in top["files"].items()}
     tensors = {key: _tensor(key, record, files, f"{where}: tensor {key!r}") for key, record in top["tensors"].items()}
     values = {key: _value(key, record, f"{where}: value {key!r}") for key, record in top["values"].items()}
