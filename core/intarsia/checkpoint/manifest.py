@@ -210,7 +210,7 @@ def from_json(value: Any, where: str) -> Manifest:
     """The manifest in decoded JSON, every field and every relation between them checked. `where` names the file in messages."""
     check_version(value, where)
     top, world = _fields(value, TOP, f"{where}: top level"), value["world"]
-    known = FACTS.keys() & top["facts"].keys()
+    known = [name for name in FACTS if name in top["facts"]]
     _fields({name: top["facts"][name] for name in known}, {name: FACTS[name] for name in known}, f"{where}: facts")
     files = {name: _file(name, record, f"{where}: file {name!r}") for name, record in top["files"].items()}
     tensors = {key: _tensor(key, record, files, f"{where}: tensor {key!r}") for key, record in top["tensors"].items()}
