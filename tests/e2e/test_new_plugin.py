@@ -44,7 +44,8 @@ def conformance(site: Path, *folders: Path) -> tuple[list[str], str]:
     command = [sys.executable, "-m", "pytest", *options, *(str(folder / "tests") for folder in folders)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    report = done.stdout.partition("intarsia conformance")[2].partition("short test summary info")[0]  # whose lines are whole where CI is set
+    # The summary is left out: its lines are cut to the terminal's width, but whole where CI is set.
+    report = done.stdout.partition("intarsia conformance")[2].partition("short test summary info")[0]
     return re.findall(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE), report
 
 
