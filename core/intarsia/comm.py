@@ -292,22 +292,26 @@ class ProcessGroupCommunicator(Communicator):
         self.store = None if store is None else dist.PrefixStore(f"intarsia/{name}/{self.ranks[0]}", store)
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
         self._sequence, self._owns_world, self._root_store = 0, False, store
+        self._parts: list[ProcessGroupCommunicator] = []
         if check and store is None:
             raise UsageError(f"Group {name!r}: checking collectives needs a store.")
 
     def split(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
-        mine: dist.ProcessGroup | None = None
-        for group in groups:
-            timeout = datetime.timedelta(seconds=self.timeout_s)
-            created = dist.new_group([self.ranks[rank] for rank in group], timeout=timeout)
-            mine = created if self.rank in group else mine
-        if mine is None:
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        created = [dist.new_group([self.ranks[rank] for rank in group], timeout=timeout) for group in groups]
+        mine = [made for made, group in zip(created, groups, strict=True) if self.rank in group]
+        if not mine:
             raise DistributedError(f"Rank {self.rank} of group {self.name!r} is in none of the groups {groups} of {name!r}.")
-        return ProcessGroupCommunicator(mine, self.device, name, self._root_store, self.timeout_s, self.check)
+        self._parts.append(ProcessGroupCommunicator(mine[-1], self.device, name, self._root_store, self.timeout_s, self.check))
+        return self._parts[-1]
 
     def close(self) -> None:
+        for part in self._parts:
+            part.close()
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
+        # Only with the last reference do gloo's threads end. One that still lets go of a tensor while the interpreter ends would abort the process.
+        self.__dict__.pop("group", None)
 
     # ------------------------------------------------------------ primitives
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,24 @@ def test_an_absent_rank_ends_the_wait_and_is_named(check: str) -> None:
     message = results[0]["message"]
     assert "gradient norm" in message and "rank 1" in message
     assert ("rank 1 is at collective 1" if check == "1" else "rank 1 said nothing") in message
+
+
+def closed(world: Communicator) -> list[bool]:
+    """Whether the groups of the world and of its parts are gone once it is closed, though communicators are still held."""
+    part = world.split([[0, 1]], "part")
+    inner = part.split([[0], [1]], "inner")
+    held = [world, part, inner]
+    for each in held:
+        each.all_reduce(torch.ones(1))
+    groups = [weakref.ref(each.group) for each in held]  # type: ignore[attr-defined]
+    world.close()
+    world.close()
+    return [group() is None for group in groups]
+
+
+def test_closing_ends_every_group() -> None:
+    """A group's threads end with its last reference: one that runs while the interpreter ends may abort the process."""
+    assert spawn(closed, 2) == [[True] * 3] * 2
 
 
 def test_self_and_fake() -> None:
