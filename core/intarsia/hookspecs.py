@@ -145,7 +145,7 @@ def offer_data_sources() -> Sequence[Entry]:
 @offer("loader", base="intarsia.config:LoaderConfig")
 def offer_loaders() -> Sequence[Entry]:
     """Loaders, which own order, packing and the exact position. Target: `build(config, recipe, plugins, rank, ranks, directory, split) -> Loader`;
-    rank and ranks count those that share the data, split is "train" or "evaluation"."""
+    rank and ranks count those that share the data, split is "train" or "evaluation", which has at least one step."""
 
 
 @offer("tokenizer", base="intarsia.config:TokenizerConfig")

@@ -281,6 +281,9 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
 
 def test_a_checkpoint_of_a_newer_format_stops_a_resume() -> None:
     storage, ref = saved(weights(w=torch.ones(2)))
+    older = {name.replace(ref.folder, "checkpoints/step-00000000"): data for name, data in storage.files.items()}
+    storage.files.update(older)
+    assert open_checkpoint("", storage).keys() == ["model/w"]
     name = f"{ref.folder}/manifest.json"
     storage.files[name] = (
         storage.files[name].replace(b'"version":1,"world"', b'"version":2,"world"').replace(b'"intarsia ', b'"intarsia 9.')
@@ -288,6 +291,9 @@ def test_a_checkpoint_of_a_newer_format_stops_a_resume() -> None:
     storage.files[f"{ref.folder}/COMMIT"] = commit.marker_bytes(storage.files[name]).replace(b"checkpoint 1", b"checkpoint 2")
     with pytest.raises(CheckpointError, match=r"checkpoint format 2, written by Intarsia 'intarsia 9\..* reads formats up to 1\. Upgrade"):
         OverStorage(storage).latest()
+    with pytest.raises(CheckpointError, match="checkpoint format 2"):
+        open_checkpoint("", storage)
+    assert open_checkpoint("checkpoints/step-00000000", storage).keys() == ["model/w"]
 
 
 def test_open_checkpoint_reads_boxes_and_values() -> None:

@@ -244,6 +244,13 @@ def scan(storage: Storage, base: str) -> tuple[list[CheckpointRef], list[Skipped
     return sorted(complete, key=lambda ref: ref.serial, reverse=True), skipped
 
 
+def refuse_newer(skipped: Iterable[Skipped]) -> None:
+    """NewerFormat where one of the skipped folders is a checkpoint in a newer format: going on from an older one would fork the run."""
+    for entry in skipped:
+        if entry.newer_format:
+            raise NewerFormat(entry.reason)
+
+
 # ---------------------------------------------------------------- retention and leftovers
 
 

@@ -229,7 +229,7 @@ class CheckpointManager:
         """The newest complete checkpoint, the same on all ranks (a collective); None when there is none. `skipped` lists the others, with reasons.
 
         `verify` compares every file's hash, the files shared out over the ranks; a damaged checkpoint is skipped as well. A
-        checkpoint in a newer format is an error: going on from an older one would fork the run.
+        checkpoint in a newer format is an error.
         """
         found: list[Any] = [None, [], []]
         if self.comm.rank == 0:
@@ -242,9 +242,7 @@ class CheckpointManager:
         if failure:
             raise CheckpointError(failure)
         self.skipped = [Skipped(**entry) for entry in skipped_json]
-        newer = [entry for entry in self.skipped if entry.newer_format]
-        if newer:
-            raise CheckpointError(newer[0].reason)
+        commit.refuse_newer(self.skipped)
         for ref in (CheckpointRef(**entry) for entry in complete_json):
             problems = self._verify(ref) if verify else []
             if not problems:

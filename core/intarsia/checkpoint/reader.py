@@ -109,7 +109,8 @@ def storage_of_run(run: str | os.PathLike[str], plugins: Plugins | None = None) 
 def open_checkpoint(path: str | os.PathLike[str], storage: Storage | None = None, plugins: Plugins | None = None) -> Checkpoint:
     """The checkpoint in a folder, or the newest complete one of a run directory.
 
-    With `storage`, `path` is a checkpoint's folder in it, or "" for the newest one of its run. CheckpointError where there is none. Stability: provisional.
+    With `storage`, `path` is a checkpoint's folder in it, or "" for the newest one of its run. CheckpointError where there is none, or one in a newer
+    format. Stability: provisional.
     """
     place = Path(path).expanduser().absolute()
     if storage is None and ((place / MARKER).exists() or (place / MANIFEST).exists()):
@@ -118,6 +119,7 @@ def open_checkpoint(path: str | os.PathLike[str], storage: Storage | None = None
         return Checkpoint(storage, str(path), plugins)
     storage = storage or storage_of_run(place, plugins)
     complete, skipped = commit.scan(storage, BASE)
+    commit.refuse_newer(skipped)
     if not complete:
         reasons = "".join(f"\n  {entry.folder}: {entry.reason}" for entry in skipped)
         raise CheckpointError(f"There is no complete checkpoint in {storage.describe()}.{reasons}")
