@@ -12,29 +12,13 @@ import pytest
 from intarsia.cli import main
 from intarsia_testing.cli_new_plugin import KINDS
 
+from tests.support.pip_site import install
+
 WRITTEN = {
     'raise NotImplementedError("write `Zig.cut`: for each rank a tuple of Box, disjoint and covering `member.shape`.")': """\
 whole = tuple(Box.whole(member.shape) for _ in range(1 if member.numel or not member.shape else 0))
         return tuple(whole if rank == ranks - 1 else () for rank in range(ranks))"""
 }
-
-
-def install(site: Path, *folders: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--upgrade",
-        "--target",
-        str(site),
-    ]
-    done = subprocess.run([*command, *map(str, folders)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def conformance(site: Path, *folders: Path) -> tuple[list[str], str]:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from intarsia.train.events import read_events
 
+from tests.support.pip_site import install
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("model", "placement", "kernel", "storage")
 CHOICES = ("kernels.swiglu=acme-swiglu:lean", "sharder.placement=zigzag", "checkpoint.storage=sqlite")
@@ -23,22 +25,7 @@ OTHER_LAYER = ("model.layers.1.feed_forward=swiglu", "model.layers.1.feed_forwar
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where pip put the four; their dependencies are those of this environment, so that no network is needed."""
     path = tmp_path_factory.mktemp("site")
-    folders = [str(EXAMPLES / name) for name in NAMES]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--target",
-        str(path),
-        *folders,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    install(path, *(EXAMPLES / name for name in NAMES))
     return path
 
 
