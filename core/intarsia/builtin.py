@@ -12,8 +12,5 @@ INTARSIA_API = 1
 
 @hookimpl
 def offer_commands() -> Sequence[Entry]:
-    """The commands that work without any other plugin."""
-    return [
-        Entry(name="train", target="intarsia.cli.train:command", doc="Train a model by a recipe, or go on with a run."),
-        Entry(name="plugins", target="intarsia.cli.plugins:command", doc="List, show and check plugins; trace hook calls."),
-    ]
+    """The command that works without any other plugin."""
+    return [Entry(name="train", target="intarsia.cli.train:command", doc="Train a model by a recipe, or go on with a run.")]

@@ -32,6 +32,7 @@ class Echo:
 
 
 NOT_A_COMMAND = 3
+CONSOLE = plugins.Candidate("intarsia-console", "1", "console", "intarsia_console.plugin")
 
 
 def nothing() -> list[Entry]:
@@ -44,7 +45,7 @@ def entry(name: str, attribute: str, **more) -> Entry:
 
 @pytest.fixture
 def acme(monkeypatch):
-    """Core, one good third party with commands, one that failed."""
+    """Core, the console (whose `plugins` most tests run), one good third party with commands, one that failed."""
     for name in ("INTARSIA_PLUGINS_DISABLE", "INTARSIA_PLUGINS_ALLOW", "INTARSIA_TRACE", "INTARSIA_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     targets = types.ModuleType("acme_cli_targets")
@@ -53,10 +54,10 @@ def acme(monkeypatch):
     commands = [entry("echo", "Echo"), entry("three", "three"), entry("gone", "gone"), entry("train", "Echo")]
     good = types.SimpleNamespace(INTARSIA_API=PLUGIN_API, offer_commands=hookimpl(lambda: commands))
     bad = types.SimpleNamespace(INTARSIA_API=PLUGIN_API + 7, offer_losses=hookimpl(nothing))
-    points = [plugins.Candidate("acme-cli", "1.2", "cli", plugin=good), plugins.Candidate("acme-bad", "0.1", "bad", plugin=bad)]
+    points = [CONSOLE, plugins.Candidate("acme-cli", "1.2", "cli", plugin=good), plugins.Candidate("acme-bad", "0.1", "bad", plugin=bad)]
 
     def use(with_bad: bool = False) -> None:
-        plugins.use(plugins.load(entry_points=points[: 1 + with_bad]))
+        plugins.use(plugins.load(entry_points=points[: 2 + with_bad]))
 
     use()
     yield use
@@ -166,7 +167,7 @@ def test_list_json_is_exact(acme, capsys):
     facts = json.loads(out)
     assert list(facts) == ["intarsia", "plugin_api", "fingerprint", "plugins", "kinds", "failures", "skipped", "notices"]
     assert facts["fingerprint"] == plugins.current().fingerprint()
-    assert facts["plugins"][-1] == {
+    assert next(fact for fact in facts["plugins"] if fact["distribution"] == "acme-cli") == {
         "distribution": "acme-cli",
         "version": "1.2",
         "api": PLUGIN_API,
@@ -213,7 +214,7 @@ def test_show_an_entrys_settings(acme, capsys, monkeypatch):
     targets.Settings = Settings
     offered = [entry("power", "Echo", config="acme_cli_targets:Settings")]
     plugin = types.SimpleNamespace(INTARSIA_API=PLUGIN_API, offer_losses=hookimpl(lambda: offered))
-    plugins.use(plugins.load(entry_points=[plugins.Candidate("acme-loss", "1", "loss", plugin=plugin)]))
+    plugins.use(plugins.load(entry_points=[CONSOLE, plugins.Candidate("acme-loss", "1", "loss", plugin=plugin)]))
     settings = json.loads(run(capsys, "plugins", "show", "power", "--json")[1])["entries"][0]["settings"]
     assert settings == [
         {"name": "needed", "type": "float", "default": None, "doc": ""},
@@ -242,14 +243,14 @@ def test_doctor_imports_everything_and_reports_each_problem(acme, capsys):
     assert "must have add_arguments" in mine["acme-cli/cli", "command three, target"]
     assert any("command 'train' is also offered as intarsia:train" in note["note"] for note in facts["notes"])
     text = run(capsys, "plugins", "doctor")[1]
-    assert f"intarsia {__version__}, plugin API {PLUGIN_API}: 2 plugins" in text
+    assert f"intarsia {__version__}, plugin API {PLUGIN_API}: 3 plugins" in text
     assert f"{len(facts['problems'])} problem(s)" in text
 
 
 def test_doctor_does_not_import_kernels_for_other_machines(acme, capsys):
     offered = [KernelEntry(name="far", op="rope", target="not_importable_here:rope", doc="Fast there.", needs=("cpu", "quantum"))]
     plugin = types.SimpleNamespace(INTARSIA_API=PLUGIN_API, offer_kernels=hookimpl(lambda: offered))
-    plugins.use(plugins.load(entry_points=[plugins.Candidate("acme-far", "1", "far", plugin=plugin)]))
+    plugins.use(plugins.load(entry_points=[CONSOLE, plugins.Candidate("acme-far", "1", "far", plugin=plugin)]))
     facts = json.loads(run(capsys, "plugins", "doctor", "--json")[1])
     assert not [problem for problem in facts["problems"] if problem["plugin"] == "acme-far/far"]
     assert [n["note"] for n in facts["notes"]] == ["kernel 'far' for rope needs quantum, which this machine has not: not imported"]
@@ -263,7 +264,7 @@ def test_doctor_names_what_loads_slowly(acme, capsys, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     try:
-        plugins.use(plugins.load(entry_points=[plugins.Candidate("acme-heavy", "1", "heavy", "acme_heavy")]))
+        plugins.use(plugins.load(entry_points=[CONSOLE, plugins.Candidate("acme-heavy", "1", "heavy", "acme_heavy")]))
         problems = json.loads(run(capsys, "plugins", "doctor", "--json")[1])["problems"]
         assert [p for p in problems if p["plugin"] == "acme-heavy/heavy" and "loading it imports triton" in p["problem"]]
     finally:
@@ -280,24 +281,24 @@ def spawn(*words: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_trace_counts_the_calls_of_a_command():
-    done = spawn("plugins", "trace", "--json", "--", "plugins", "list", INTARSIA_PLUGINS_ALLOW="intarsia")
+    done = spawn("plugins", "trace", "--json", "--", "plugins", "list", INTARSIA_PLUGINS_ALLOW="intarsia,intarsia-console")
     facts = json.loads(done.stdout)
     assert done.returncode == facts["exit_code"] == 0
     assert facts["command"] == ["plugins", "list"]
-    assert {call["plugin"] for call in facts["calls"]} == {"intarsia/core"}
-    total = next(total for total in facts["totals"] if total["hook"] == "offer_commands")
-    assert (total["calls"], total["errors"]) == (1, 0)
+    assert {call["plugin"] for call in facts["calls"]} == {"intarsia/core", "intarsia-console/console"}
+    totals = [(total["plugin"], total["calls"], total["errors"]) for total in facts["totals"] if total["hook"] == "offer_commands"]
+    assert sorted(totals) == [("intarsia-console/console", 1, 0), ("intarsia/core", 1, 0)]
     assert "command: " in done.stderr, "the command's own output goes to stderr"
-    done = spawn("plugins", "trace", "--calls", "--", "no-such-command", INTARSIA_PLUGINS_ALLOW="intarsia")
+    done = spawn("plugins", "trace", "--calls", "--", "no-such-command", INTARSIA_PLUGINS_ALLOW="intarsia,intarsia-console")
     assert done.returncode == 2
     assert "offer_commands()  intarsia/core" in done.stdout
-    assert spawn("plugins", "trace", INTARSIA_PLUGINS_ALLOW="intarsia").returncode == 0
+    assert spawn("plugins", "trace", INTARSIA_PLUGINS_ALLOW="intarsia,intarsia-console").returncode == 0
 
 
 def test_options_before_the_command_select_plugins():
-    done = spawn("--allow=intarsia", "plugins", "list", "--json")
+    done = spawn("--allow=intarsia", "--allow=intarsia-console", "plugins", "list", "--json")
     facts = json.loads(done.stdout)
-    assert [fact["distribution"] for fact in facts["plugins"]] == ["intarsia"]
+    assert [fact["distribution"] for fact in facts["plugins"]] == ["intarsia", "intarsia-console"]
     done = spawn("--disable", "no-such-plugin", "plugins", "list")
     assert done.returncode == 2
     assert "plugins.disable names 'no-such-plugin'" in done.stderr
@@ -313,7 +314,7 @@ def test_help_and_list_import_nothing_heavy():
 
 
 def test_a_reader_that_goes_away_is_no_error():
-    program = f"{sys.executable} -m intarsia --allow intarsia plugins list --json | true; echo ${{PIPESTATUS[0]}}"
+    program = f"{sys.executable} -m intarsia --allow intarsia --allow intarsia-console plugins list --json | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() in ("0", "141")
     assert "Traceback" not in done.stderr

@@ -16,7 +16,7 @@ import intarsia
 from intarsia.contracts import Entry
 from intarsia.discovery import CORE
 from intarsia.errors import IntarsiaError, PluginError, UsageError
-from intarsia.plugins import current, use  # not `plugins`: intarsia.cli.plugins becomes an attribute of this package
+from intarsia.plugins import current, use
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141

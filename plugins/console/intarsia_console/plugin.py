@@ -1,4 +1,4 @@
-"""Offers the metric sink `progress`, the launcher `local`, and the commands `config` and `show`. Torch-free."""
+"""Offers the metric sink `progress`, the launcher `local`, and the commands `config`, `show` and `plugins`. Torch-free."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def offer_commands() -> Sequence[Entry]:
             doc="Print a recipe as it is resolved, and who set each value.",
         ),
         Entry(name="show", target="intarsia_console.show:command", doc="Show a run's curves and facts."),
+        Entry(name="plugins", target="intarsia_console.plugins_command:command", doc="List, show and check plugins; trace hook calls."),
     ]
 
 
