@@ -1,0 +1,182 @@
+"""The update rules as plain torch, on flat tensors: what the optimizers run where no kernel does, and the references that kernels are held to.
+
+    adamw_update    one AdamW step of one flat run, split masters and narrow state included
+    newton_schulz   the nearest orthogonal matrices of a batch, approximately
+
+Both may be replaced by kernels of the same signature (`intarsia_optimizers.hookspecs.offer_optimizer_kernels`). Every scalar that changes from step to step may be a
+0-d tensor on the device, so that a step can be captured; nothing here waits for the device.
+
+Shape suffixes: B matrices of a batch, M rows, N columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Scalar: TypeAlias = "float | Tensor"
+Tensors: TypeAlias = list[Tensor]
+
+# Elements that are widened to float32 at a time: bounds what an update of narrow or split state needs besides the state.
+CHUNK = 2**24
+
+
+# ---------------------------------------------------------------- what kernels may replace
+
+
+@torch.no_grad()
+def adamw_update(
+    value: Tensor,
+    low: Tensor | None,
+    mean: Tensor,
+    square: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    lr: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One AdamW update in place (Loshchilov and Hutter, arXiv:1711.05101).
+
+        w <- (1 - lr weight_decay) w
+        m <- m + (1 - b1) (g - m)        v <- b2 v + (1 - b2) g^2
+        w <- w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
+
+    Arguments: `value` is the master, flat and contiguous; or, with `low` (int16, as many elements), the bfloat16 high half of a split master
+    (`intarsia.parameters.split_master`). `mean` and `square` have as many elements, in the master's dtype or bfloat16; `gradient` likewise, in any floating dtype. `step` is the 0-d float32
+    number t of this update, from 1; the caller counts. `lr` may be a 0-d tensor. Arithmetic is in float32 (float64 for float64 masters), stored values are rounded to nearest.
+    """
+
+    def rule(values: Tensors, gradients: Tensors, states: Sequence[Tensors]) -> None:
+        adam_lists(values, gradients, *states, [step], lr, betas, eps, weight_decay)
+
+    widened(rule, value, low, [mean, square], gradient)
+
+
+@torch.no_grad()
+def newton_schulz(batch_BMN: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float, dtype: torch.dtype) -> Tensor:
+    """Approximately orthogonal matrices [B, M, N] with the singular vectors of those of `batch_BMN`, in `dtype`.
+
+        X <- G / max(norm(G), eps)       then `steps` times       A = X X^T,   X <- a X + (b A + c A A) X
+
+    (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; (a, b, c) are `coefficients`.) The Frobenius norm of each matrix is taken in float32
+    (float64 for float64 input), products are in `dtype` with the device's accumulation. A tall matrix is worked on transposed. `batch_BMN` is not
+    changed. A kernel may compute more exactly than `dtype` does.
+    """
+    a, b, c = coefficients
+    tall = batch_BMN.size(-2) > batch_BMN.size(-1)
+    x_BMN = batch_BMN.mT if tall else batch_BMN
+    exact = torch.float64 if batch_BMN.dtype == torch.float64 else torch.float32
+    norm_B11 = torch.linalg.vector_norm(x_BMN, dim=(-2, -1), keepdim=True, dtype=exact).clamp(min=eps)
+    x_BMN = (x_BMN / norm_B11).to(dtype)
+    for _ in range(steps):
+        gram_BMM = torch.bmm(x_BMN, x_BMN.mT)
+        polynomial_BMM = torch.baddbmm(gram_BMM, gram_BMM, gram_BMM, beta=b, alpha=c)
+        x_BMN = torch.baddbmm(x_BMN, polynomial_BMM, x_BMN, beta=a)
+    return x_BMN.mT if tall else x_BMN
+
+
+# ---------------------------------------------------------------- rules on lists of tensors
+
+
+def adam_lists(
+    values: Tensors,
+    gradients: Tensors,
+    means: Tensors,
+    squares: Tensors,
+    steps: Tensors,
+    lr: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    l2: float = 0.0,
+) -> None:
+    """`adamw_update` of each of several tensors of one dtype. `l2` > 0 adds `l2` times the value to the gradient first, as Adam without decoupling does."""
+    decay(values, lr, weight_decay)
+    if l2:
+        gradients = list(torch._foreach_add(gradients, values, alpha=l2))
+    torch._foreach_lerp_(means, gradients, 1 - betas[0])
+    torch._foreach_mul_(squares, betas[1])
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - betas[1])
+    # In float64: 1 - 0.999 of float32 would be off by 6e-5 of itself.
+    counts = torch.stack(steps).double()
+    rates, roots = lr / (1 - betas[0] ** counts), (1 - betas[1] ** counts).sqrt()
+    moves, bottoms = [mean * rate for mean, rate in zip(means, rates.unbind(), strict=True)], torch._foreach_sqrt(squares)
+    torch._foreach_div_(bottoms, list(roots.unbind()))
+    torch._foreach_add_(bottoms, eps)
+    torch._foreach_addcdiv_(values, moves, bottoms, -1.0)
+
+
+def lion_lists(values: Tensors, gradients: Tensors, momenta: Tensors, lr: Scalar, betas: tuple[float, float], weight_decay: float) -> None:
+    """Lion (Chen et al., arXiv:2302.06675): `w <- (1 - lr weight_decay) w - lr sign(b1 m + (1 - b1) g)`, then `m <- b2 m + (1 - b2) g`."""
+    decay(values, lr, weight_decay)
+    moves = torch._foreach_lerp(momenta, gradients, 1 - betas[0])
+    torch._foreach_sign_(moves)
+    torch._foreach_mul_(moves, lr)
+    torch._foreach_sub_(values, moves)
+    torch._foreach_lerp_(momenta, gradients, 1 - betas[1])
+
+
+def sgd_lists(
+    values: Tensors,
+    gradients: Tensors,
+    momenta: Tensors | None,
+    lr: Scalar,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    l2: float,
+) -> None:
+    """Gradient descent with momentum as torch has it: `m <- mu m + g`, `w <- w - lr m` (Nesterov: `g + mu m`); `momenta` None: plain."""
+    decay(values, lr, weight_decay)
+    if l2:
+        gradients = list(torch._foreach_add(gradients, values, alpha=l2))
+    moves = gradients
+    if momenta is not None:
+        torch._foreach_mul_(momenta, momentum)
+        torch._foreach_add_(momenta, gradients)
+        moves = list(torch._foreach_add(gradients, momenta, alpha=momentum)) if nesterov else momenta
+    torch._foreach_sub_(values, torch._foreach_mul(moves, lr))
+
+
+def decay(values: Tensors, lr: Scalar, weight_decay: float) -> None:
+    """Decoupled weight decay: `w <- (1 - lr weight_decay) w`."""
+    if weight_decay:
+        torch._foreach_mul_(values, 1 - lr * weight_decay)
+
+
+# ---------------------------------------------------------------- narrow and split storage
+
+
+def widened(
+    rule: Callable[[Tensors, Tensors, Sequence[Tensors]], None],
+    value: Tensor,
+    low: Tensor | None,
+    states: Sequence[Tensor],
+    gradient: Tensor,
+) -> None:
+    """Run `rule(values, gradients, states)` in float32 (float64 for a float64 master) on flat tensors of any storage, a chunk at a time, and round back to nearest.
+
+    Arguments as for `adamw_update`. An update of narrow state is that of the wide state, rounded once.
+    """
+    from intarsia.parameters import join_master, split_master
+
+    wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+    for start in range(0, value.numel(), CHUNK):
+        part = slice(start, min(start + CHUNK, value.numel()))
+        high = value[part]
+        master = join_master(high, low[part]) if low is not None else high.to(wide)
+        kept = [state[part] for state in states]
+        held = [state.to(wide) for state in kept]
+        rule([master], [gradient[part].to(wide)], [[state] for state in held])
+        if low is not None:
+            split_master(master, high, low[part])
+        elif master is not high:
+            high.copy_(master)
+        for narrow, state in zip(kept, held, strict=True):
+            if state is not narrow:
+                narrow.copy_(state)
