@@ -1,6 +1,6 @@
 """The operators that kernels may replace, each with a plain reference.
 
-    linear  rms_norm  rope  swiglu  embedding  attention  cross_entropy
+    linear  scaled_linear  rms_norm  rope  swiglu  embedding  attention  cross_entropy
 
 Model code calls `ops.NAME(...)`. Which implementation runs is chosen once for a run by `select` and put in force by `install`;
 without that every operator is its reference.
@@ -25,6 +25,7 @@ from intarsia.ops.operator import (
     record,
     rms_norm,
     rope,
+    scaled_linear,
     swiglu,
 )
 from intarsia.ops.select import Selection, install, select
@@ -45,6 +46,7 @@ __all__ = [
     "record",
     "rms_norm",
     "rope",
+    "scaled_linear",
     "select",
     "swiglu",
 ]

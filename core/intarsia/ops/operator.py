@@ -14,6 +14,7 @@ from intarsia.errors import UsageError, did_you_mean
 from intarsia.ops import references
 from intarsia.ops.attention_reference import attention as _attention
 from intarsia.ops.cross_entropy_reference import cross_entropy as _cross_entropy
+from intarsia.ops.scaled_reference import scaled_linear as _scaled_linear
 
 log = logging.getLogger("intarsia.ops")
 
@@ -98,8 +99,9 @@ swiglu = Operator("swiglu", references.swiglu, "pointwise", invariant=True)
 embedding = Operator("embedding", references.embedding, "other", invariant=True)
 attention = Operator("attention", _attention, "other", invariant=False)
 cross_entropy = Operator("cross_entropy", _cross_entropy, "other", invariant=False)
+scaled_linear = Operator("scaled_linear", _scaled_linear, "other", invariant=False)
 
-_OPERATORS = {op.name: op for op in (rms_norm, rope, swiglu, embedding, attention, cross_entropy, linear)}
+_OPERATORS = {op.name: op for op in (rms_norm, rope, swiglu, embedding, attention, cross_entropy, linear, scaled_linear)}
 
 
 def operators() -> Mapping[str, Operator]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from intarsia import ops, plugins
@@ -39,7 +39,17 @@ def build(config: ComponentConfig, scope: Scope) -> Any:
 
 
 class Linear(nn.Linear):
-    """y = x W^T (+ b), W of shape [outputs, inputs], not filled at construction."""
+    """y = x W^T (+ b), W of shape [outputs, inputs], not filled at construction.
+
+    A sharder that gathers W as float8 may put it beside the parameter, which then only has W's shape and takes its gradient: `weight_payload` [outputs, inputs],
+    `weight_scales` and `weight_tile` as in `intarsia.ops.scaled_linear`.
+    """
+
+    # Parameters whose float8 this module reads, as attributes NAME_payload, NAME_scales and NAME_tile.
+    reads_payload: ClassVar[tuple[str, ...]] = ("weight",)
+    weight_payload: Tensor | None = None
+    weight_scales: Tensor | None = None
+    weight_tile: tuple[int, int] = (128, 128)
 
     def __init__(self, inputs: int, outputs: int, std: float, bias: bool = False) -> None:
         self.std = std
@@ -47,7 +57,9 @@ class Linear(nn.Linear):
 
     def forward(self, x_NI: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs]."""
-        return ops.linear(x_NI, self.weight, self.bias)
+        if self.weight_payload is None or self.weight_scales is None:
+            return ops.linear(x_NI, self.weight, self.bias)
+        return ops.scaled_linear(x_NI, self.weight, self.weight_payload, self.weight_scales, self.bias, self.weight_tile)
 
     def reset_parameters(self) -> None:
         """Nothing: the ParameterTable fills parameters from the seed and their name."""
