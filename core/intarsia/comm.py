@@ -19,13 +19,31 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from intarsia.errors import DistributedError, UsageError
+from intarsia.prepared import Combine, GroupGather, GroupReduce, PlainGather, PlainReduce, Prepared, PreparedReduce, add_parts
+
+if TYPE_CHECKING:
+    from intarsia.contracts import Transport
+
+__all__ = [
+    "Combine",
+    "Communicator",
+    "FakeCommunicator",
+    "Prepared",
+    "PreparedReduce",
+    "ProcessGroupCommunicator",
+    "ReduceOp",
+    "SelfCommunicator",
+    "Statistic",
+    "add_parts",
+    "init_world",
+]
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -40,7 +58,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 @dataclasses.dataclass
 class Statistic:
     """Calls of one name. `bytes` is what this rank receives from others, by the least that any algorithm needs; `seconds` is time on the device's
-    own clock for CUDA tensors and wall time else, waiting for other ranks included. Stability: provisional."""
+    own clock for CUDA tensors and wall time else, waiting for other ranks included. Prepared calls on CUDA are timed where `Communicator.timed` is set, and
+    count when they are started or captured, not when a captured graph is replayed. Stability: provisional."""
 
     calls: int = 0
     bytes: int = 0
@@ -52,8 +71,12 @@ class Communicator(abc.ABC):
 
     `name` is the group's, `rank` this process's place in it (0 to `size` - 1), `device` where its tensors live by default. Tensors handed to
     `gather_v`, `reduce_scatter_v` and `exchange` are 1-D and contiguous. Results depend on no rank's timing. A subclass implements the underscored
-    methods; arguments have been checked when they are called.
+    methods; arguments have been checked when they are called. `timed`: prepared calls on CUDA are timed too. `transport` moves what it can in the place
+    of the process group, where `duplicate` was given one.
     """
+
+    timed = False
+    transport: Transport | None = None
 
     def __init__(self, name: str, rank: int, size: int, device: torch.device | str = "cpu") -> None:
         self.name, self.rank, self.size, self.device = name, rank, size, torch.device(device)
@@ -111,6 +134,48 @@ class Communicator(abc.ABC):
         """Return when every rank has called it."""
         self.all_reduce(torch.ones(1, dtype=torch.int32), "sum", what or "barrier")
 
+    # ------------------------------------------------------------ prepared collectives
+
+    def prepare_gather(self, local: Tensor, full: Tensor, counts: Sequence[int], what: str = "") -> Prepared:
+        """A gather that is run many times: at each run `full` (1-D, contiguous, sum(counts) elements) becomes all ranks' `local` in rank order.
+        True sizes, any dtype; `local` may be `full`'s own part."""
+        sized = len(counts) == self.size
+        self._expect(local, counts[self.rank] if sized else -1, counts, "prepare_gather", what)
+        self._expect(full, sum(counts) if sized else -1, counts, "prepare_gather", what)
+        self._same_dtype(local, full, "prepare_gather", what)
+        made = self.transport.prepare_gather(self, local, full, counts, what) if self.transport is not None else None
+        return made or self._prepare_gather(local, full, list(counts), what)
+
+    def prepare_reduce_scatter(
+        self, full: Tensor, counts: Sequence[int], what: str = "", combine: Combine = add_parts, scratch: Tensor | None = None
+    ) -> PreparedReduce:
+        """A reduction that is run many times: true sizes travel in `full`'s dtype (1-D, contiguous, sum(counts) elements), then `combine(parts, out)` is
+        called. parts[r] is rank r's contribution to this rank's part, counts[rank] elements in `full`'s dtype, the own one a view of `full`; `out`
+        is what the run was started with and may have another dtype. `scratch` (`full`'s dtype, size * counts[rank] elements suffice) receives;
+        None allocates it once. On CUDA two ranks move the other's half only."""
+        self._expect(full, sum(counts) if len(counts) == self.size else -1, counts, "prepare_reduce_scatter", what)
+        self._same_dtype(full if scratch is None else scratch, full, "prepare_reduce_scatter", what)
+        made = self.transport.prepare_reduce_scatter(self, full, counts, what, combine, scratch) if self.transport is not None else None
+        return made or self._prepare_reduce(full, list(counts), what, combine, scratch)
+
+    def empty(self, numel: int, dtype: torch.dtype, what: str = "") -> Tensor:
+        """1-D memory on `device` of which `prepare_gather` may read the local part: the transport's own where one is set. A collective then."""
+        if self.transport is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return self.transport.empty(self, numel, dtype)
+
+    def fence(self, what: str = "") -> None:
+        """To be called after tensors from `empty` have changed and before anyone gathers from them, and again before they change once more. Ordered on the
+        current stream; nothing to do without a transport that needs it."""
+        if self.transport is not None:
+            self.statistic(what or "fence").calls += 1
+            self.transport.fence(self)
+
+    def duplicate(self, name: str, transport: Transport | None = None) -> Communicator:
+        """The same ranks with a process group of their own, so that calls here and there never queue behind each other. A collective. `transport`
+        moves what it can; it needs a group of several processes and is left out else. UsageError, by its `check`, where the device lacks what it needs."""
+        return self.split([list(range(self.size))], name)
+
     # ------------------------------------------------------------ plain values, without pickle
 
     def gather_json(self, value: Any, what: str = "") -> list[Any]:
@@ -149,6 +214,10 @@ class Communicator(abc.ABC):
         self._settle(0)
         return self._statistics
 
+    def statistic(self, what: str) -> Statistic:
+        """The entry of `stats` for `what`, made if need be. Stability: provisional."""
+        return self._statistics.setdefault(what, Statistic())
+
     def close(self) -> None:  # noqa: B027 (most groups have nothing to leave)
         """Leave. Only the world's communicator needs it."""
 
@@ -174,6 +243,14 @@ class Communicator(abc.ABC):
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite in place."""
 
+    def _prepare_gather(self, local: Tensor, full: Tensor, counts: list[int], what: str) -> Prepared:
+        """See `prepare_gather`."""
+        return PlainGather(self, local, full, counts, what)
+
+    def _prepare_reduce(self, full: Tensor, counts: list[int], what: str, combine: Combine, scratch: Tensor | None) -> PreparedReduce:
+        """See `prepare_reduce_scatter`."""
+        return PlainReduce(self, full, counts, what, combine)
+
     def _before(self, record: dict[str, Any]) -> None:  # noqa: B027 (nothing to do in most groups)
         """Called with the call's description before it starts."""
 
@@ -190,6 +267,13 @@ class Communicator(abc.ABC):
                 f"match the counts {list(counts)}. It must be 1-D, contiguous and of the size that the counts say."
             )
 
+    def _same_dtype(self, one: Tensor, other: Tensor, op: str, what: str) -> None:
+        if one.dtype != other.dtype or one.device != other.device:
+            raise DistributedError(
+                f"{op} {what!r} on rank {self.rank} of group {self.name!r}: buffers of {one.dtype} on {one.device} and of {other.dtype} on {other.device}. "
+                "They must have one dtype and lie on one device."
+            )
+
     def _gather_texts(self, text: bytes, what: str) -> list[bytes]:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
         counts = self.gather_v(torch.tensor([len(text)]), [1] * self.size, what).tolist()
@@ -199,7 +283,7 @@ class Communicator(abc.ABC):
     @contextlib.contextmanager
     def _call(self, call: str, what: str, tensor: Tensor, sizes: Sequence[int], moved: int, **details: Any) -> Iterator[None]:
         record = {"call": call, "what": what, "dtype": str(tensor.dtype).removeprefix("torch."), "sizes": list(sizes), **details}
-        statistic = self._statistics.setdefault(what or call, Statistic())
+        statistic = self.statistic(what or call)
         statistic.calls += 1
         statistic.bytes += moved
         on_device = tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
@@ -214,10 +298,18 @@ class Communicator(abc.ABC):
         if on_device:
             end = torch.cuda.Event(enable_timing=True)
             end.record()
-            self._pending.append((statistic, begin, end))
-            self._settle(512)
+            self.time_later(statistic, begin, end)
+            self.watch_event(end, record)
         else:
             statistic.seconds += time.perf_counter() - begin
+
+    def time_later(self, statistic: Statistic, begin: Any, end: Any) -> None:
+        """Add the time between two timing events of the device once they have passed."""
+        self._pending.append((statistic, begin, end))
+        self._settle(512)
+
+    def watch_event(self, event: Any, record: dict[str, Any]) -> None:  # noqa: B027 (most groups have no device to wait for)
+        """Say so where `event`, the end of the call `record`, has not passed on the device in time."""
 
     def _settle(self, keep: int) -> None:
         """Read the oldest device timers until at most `keep` are open; each that is read is waited for."""
@@ -291,7 +383,7 @@ class ProcessGroupCommunicator(Communicator):
         # Groups of one name (the rows of a mesh, say) are told apart by their first member.
         self.store = None if store is None else dist.PrefixStore(f"intarsia/{name}/{self.ranks[0]}", store)
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
-        self._sequence, self._owns_world, self._root_store = 0, False, store
+        self._sequence, self._owns_world = 0, False
         self._parts: list[ProcessGroupCommunicator] = []
         if check and store is None:
             raise UsageError(f"Group {name!r}: checking collectives needs a store.")
@@ -302,8 +394,17 @@ class ProcessGroupCommunicator(Communicator):
         mine = [made for made, group in zip(created, groups, strict=True) if self.rank in group]
         if not mine:
             raise DistributedError(f"Rank {self.rank} of group {self.name!r} is in none of the groups {groups} of {name!r}.")
-        self._parts.append(ProcessGroupCommunicator(mine[-1], self.device, name, self._root_store, self.timeout_s, self.check))
+        # Groups that were made one after the other may have one name.
+        store = None if self.store is None else dist.PrefixStore(f"part{len(self._parts)}", self.store)
+        self._parts.append(ProcessGroupCommunicator(mine[-1], self.device, name, store, self.timeout_s, self.check))
         return self._parts[-1]
+
+    def duplicate(self, name: str, transport: Transport | None = None) -> Communicator:
+        made = self.split([list(range(self.size))], name)
+        if transport is not None and self.size > 1:
+            transport.check(made)
+            made.transport = transport
+        return made
 
     def close(self) -> None:
         for part in self._parts:
@@ -368,6 +469,16 @@ class ProcessGroupCommunicator(Communicator):
         dist.broadcast(work.view(-1).view(torch.uint8), self.ranks[root], self.group)
         if work is not tensor:
             tensor.copy_(work)
+
+    def _prepare_gather(self, local: Tensor, full: Tensor, counts: list[int], what: str) -> Prepared:
+        if self.size == 1 or self._staged(full[:0]).device != full.device:
+            return super()._prepare_gather(local, full, counts, what)
+        return GroupGather(self, self.group._get_backend(full.device), local, full, counts, what, self._is_gloo(full))
+
+    def _prepare_reduce(self, full: Tensor, counts: list[int], what: str, combine: Combine, scratch: Tensor | None) -> PreparedReduce:
+        if self.size == 1 or self._staged(full[:0]).device != full.device:
+            return super()._prepare_reduce(full, counts, what, combine, scratch)
+        return GroupReduce(self, self.group._get_backend(full.device), full, counts, what, combine, scratch, self._is_gloo(full))
 
     def _is_gloo(self, tensor: Tensor) -> bool:
         return self._backends.get(tensor.device.type) == "gloo"

@@ -169,6 +169,11 @@ def offer_sharders() -> Sequence[Entry]:
     """Runtimes that keep parameters as shards. Target: `build(config) -> Sharder`."""
 
 
+@offer("transport", base="intarsia.config:TransportConfig")
+def offer_transports() -> Sequence[Entry]:
+    """Ways from rank to rank other than through the process group. Target: `build(config) -> Transport`."""
+
+
 @offer("role", base="intarsia.config:RoleConfig")
 def offer_roles() -> Sequence[Entry]:
     """Roles that a family's sharding table gives to modules. Target: `build(config) -> role`; the contract arrives with the parallel plugin."""

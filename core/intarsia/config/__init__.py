@@ -19,6 +19,7 @@ from intarsia.config.bases import (
     SharderConfig,
     StorageConfig,
     TokenizerConfig,
+    TransportConfig,
 )
 from intarsia.config.components import apply_overrides
 from intarsia.config.recipe import (

@@ -93,6 +93,11 @@ class SharderConfig(Config):
 
 
 @chz.chz(typecheck=True)
+class TransportConfig(Config):
+    """Settings of a transport."""
+
+
+@chz.chz(typecheck=True)
 class RoleConfig(Config):
     """Settings of a parallel role."""
 

@@ -57,6 +57,7 @@ from intarsia.contracts.train import (
     ShardedModel,
     Sharder,
 )
+from intarsia.contracts.transport import Transport
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -122,6 +123,7 @@ __all__ = [
     "Tokenizer",
     "ToolCall",
     "ToolSpec",
+    "Transport",
     "Turn",
     "WeightFormat",
     "WeightReader",
