@@ -91,6 +91,28 @@ def test_a_broken_promise_is_said_in_words(spoil: Callable[[Partition], Any], te
         getattr(Kit(), test)()
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda whole, loads: dataclasses.replace(whole, regions=()), "promise `balanced without loads is `partition`` is broken"),
+        (lambda whole, loads: loads.append(1.0) or whole, "promise `pure` is broken: .* changes the loads"),
+        (lambda whole, loads: whole if not any(loads) else each_region(lambda m, rank, region: region if rank else ())(whole), "promise `balanced cuts are sound` is broken: .*stored once"),
+        (lambda whole, loads: whole if not any(loads) else untiled(whole), "promise `balanced cuts are sound` is broken: .*a tile of it is cut"),
+        (lambda whole, loads: whole if not any(loads) else dataclasses.replace(whole, ranks=0), "promise `deterministic` is broken: .*about something else"),
+    ],
+)  # fmt: skip
+def test_a_broken_balance_is_said_in_words(answer: Callable[..., Any], words: str) -> None:
+    class Unbalanced(Broken):
+        def partition_balanced(self, members: Sequence[Member], ranks: int, loads: list[float]) -> Any:
+            return answer(self.partition(members, ranks), loads)
+
+    class Kit(PlacementConformance):
+        placement = Unbalanced(lambda partition: partition)
+
+    with pytest.raises(pytest.fail.Exception, match=words):
+        Kit().test_it_balances_without_breaking_a_promise()
+
+
 def test_a_refusal_without_the_member_is_found() -> None:
     class Anonymous(Broken):
         def partition(self, members: Sequence[Member], ranks: int) -> Any:
@@ -116,7 +138,7 @@ def test_a_placement_that_claims_too_much_is_found() -> None:
     class Kit(PlacementConformance):
         placement = Boastful(lambda partition: partition)
 
-    words = "promise `compositions are cut, or refused by UsageError` is broken: broken inside (flat|block.*) raises IndexError"
+    words = "promise `compositions are cut, or refused by UsageError` is broken: broken inside (ranges|block.*) raises IndexError"
     with pytest.raises(pytest.fail.Exception, match=words):
         Kit().test_composes_with_every_installed_placement()
 
@@ -142,7 +164,7 @@ def test_the_kit_itself_notices_lost_elements_and_wrong_order(monkeypatch: pytes
     import intarsia_testing.placement as kit
 
     class Kit(PlacementConformance):
-        placement = flat.build(Flat())
+        placement = flat.build(Flat(unit=1))
         max_examples = 2
 
     whole = kit.unpack

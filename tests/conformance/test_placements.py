@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from intarsia_placements.config import Block, Column, Row
+from intarsia_placements.config import Block, Column, Flat, Mixed, MixedRule, Owned, Row
 from intarsia_testing.placement import PlacementConformance
 
 
@@ -18,6 +18,7 @@ class TestColumn(PlacementConformance):
 
 class TestFlat(PlacementConformance):
     entry = "intarsia-placements:flat"
+    configs = (Flat(), Flat(unit=1), Flat(unit=5))
 
 
 class TestOwned(PlacementConformance):
@@ -26,8 +27,17 @@ class TestOwned(PlacementConformance):
 
 class TestBlock(PlacementConformance):
     entry = "intarsia-placements:block"
-    configs = (Block(tile=(2, 3)), Block(tile=(4,)), Block(tile=(2, 1, 3)))
+    configs = (Block(tile=(2, 3)), Block(tile=(4,)), Block(tile=(2, 1, 3)), Block(tile=(2, -1)), Block(tile=(-1, -1)))
 
 
 class TestReplicate(PlacementConformance):
     entry = "intarsia-placements:replicate"
+
+
+class TestMixed(PlacementConformance):
+    entry = "intarsia-placements:mixed"
+    configs = (
+        Mixed(),
+        Mixed(rules=(MixedRule(match="*", placement=Owned()),), default=Flat()),
+        Mixed(rules=(MixedRule(match="[a-m]*", placement=Owned()), MixedRule(match="*t*", placement=Flat(unit=4)))),
+    )

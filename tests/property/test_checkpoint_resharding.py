@@ -17,7 +17,7 @@ from intarsia.contracts import Box, Member, Piece, StateItem
 from intarsia.errors import UsageError
 from intarsia.layout import Layout, build_layouts, region_numel
 from intarsia.plugins import current
-from intarsia_placements.config import Block, Column, Flat, Owned, Replicate, Row
+from intarsia_placements.config import Block, Column, Flat, Mixed, MixedRule, Owned, Replicate, Row
 from intarsia_testing.communicator import run_ranks
 from intarsia_testing.doubles import MemoryStorage
 from intarsia_testing.layout import pack
@@ -87,12 +87,13 @@ def check_load(storage: MemoryStorage, steps: Steps) -> None:
 
 def placements() -> list[Any]:
     """One of each first-party placement."""
-    return [current().build(config) for config in (Row(), Column(), Flat(), Owned(), Block(tile=(2, 2)), Replicate())]
+    mixed = Mixed(rules=(MixedRule(match="*t*", placement=Owned()),), default=Flat(unit=1))
+    return [current().build(config) for config in (Row(), Column(), Flat(unit=1), Owned(), Block(tile=(2, 2)), Replicate(), mixed)]
 
 
-@pytest.mark.parametrize("name", ["row", "column", "flat", "owned", "block", "replicate"])
+@pytest.mark.parametrize("name", ["row", "column", "flat", "owned", "block", "replicate", "mixed"])
 def test_any_world_loads_what_any_other_saved(name: str) -> None:
-    placement = dict(zip(("row", "column", "flat", "owned", "block", "replicate"), placements(), strict=True))[name]
+    placement = dict(zip(("row", "column", "flat", "owned", "block", "replicate", "mixed"), placements(), strict=True))[name]
     choice = random.Random(name)
     for world in range(1, 9):
         storage = MemoryStorage()
@@ -178,5 +179,5 @@ def test_large_reads_are_cut_and_wide_gaps_skipped() -> None:
 
 def test_the_fake_placements_are_all_tested() -> None:
     names = {entry.name for entry in current().registry("placement").entries() if entry.owner == "intarsia-placements"}
-    assert names == {"row", "column", "flat", "owned", "block", "replicate"}
+    assert names == {"row", "column", "flat", "owned", "block", "replicate", "mixed"}
     assert len(list(itertools.chain(placements()))) == len(names)

@@ -26,7 +26,7 @@ PLACEMENTS: tuple[Placement, ...] = (
     row.build(Row()),
     row.build(Row(dim=-1)),
     column.build(Column(dim=-2)),
-    flat.build(Flat()),
+    flat.build(Flat(unit=1)),
     owned.build(Owned()),
     block.build(Block(tile=(4, 3))),
     block.build(Block(tile=(8,))),
@@ -146,7 +146,7 @@ def test_pending_reductions_are_reduced_on_the_way(data: Any, member: tuple[Memb
 )
 def test_illegal_compositions_are_refused_by_name(shape: tuple[int, ...], sizes: tuple[int, int], inner: Placement) -> None:
     """A placement that cuts boxes, inside one that leaves several boxes on a rank."""
-    outer = flat.build(Flat())
+    outer = flat.build(Flat(unit=1))
     member = Member("layers.0.weight", shape)
     several = any(len(region) > 1 for region in outer.partition([member], sizes[0]).regions[0])
     steps = [("dp_shard", sizes[0], outer), ("tp", sizes[1], inner)]
@@ -155,5 +155,5 @@ def test_illegal_compositions_are_refused_by_name(shape: tuple[int, ...], sizes:
         return
     with pytest.raises(UsageError) as caught:
         build_layouts([member], steps)
-    for part in ("'layers.0.weight'", "'flat'", repr(inner.name), "'dp_shard'", "'tp'"):
+    for part in ("'layers.0.weight'", "'flat(unit=1)'", repr(inner.name), "'dp_shard'", "'tp'"):
         assert part in str(caught.value)

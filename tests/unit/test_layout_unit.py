@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,12 +28,12 @@ from intarsia.layout import (
     whole_region,
 )
 from intarsia.transfer import transfer
-from intarsia_flexshard.bucket import make_plan
-from intarsia_placements import block, column, flat, owned, replicate, row
-from intarsia_placements.config import Block, Column, Flat, Owned, Replicate, Row
+from intarsia_flexshard.plan import make_geometry
+from intarsia_placements import block, column, flat, mixed, owned, replicate, row
+from intarsia_placements.config import Block, Column, Flat, Mixed, MixedRule, Owned, Replicate, Row
 from intarsia_testing.layout import box_runs, layout_from_json, pack, simulate, unpack
 
-ROW, COLUMN, FLAT, OWNED = row.build(Row()), column.build(Column()), flat.build(Flat()), owned.build(Owned())
+ROW, COLUMN, FLAT, OWNED = row.build(Row()), column.build(Column()), flat.build(Flat(unit=1)), owned.build(Owned())
 BLOCK, REPLICATE = block.build(Block(tile=(2, 2))), replicate.build(Replicate())
 
 
@@ -123,10 +124,20 @@ def test_rank_0_members_go_to_the_rank_with_least() -> None:
 def test_flat_cuts_the_bucket_and_snaps_to_rows_of_tiles() -> None:
     members = [Member("a", (3, 3)), Member("b", (5,)), Member("c", ())]
     layouts = build_layouts(members, [("dp", 4, FLAT)])
-    assert [sizes(layouts[name]) for name in "abc"] == [[3, 4, 2, 0], [0, 0, 2, 3], [0, 0, 0, 1]]
-    assert layouts["a"].local(1) == (Box((1, 0), (1, 3)), Box((2, 0), (1, 1)))
+    assert [sizes(layouts[name]) for name in "abc"] == [[4, 4, 1, 0], [0, 0, 3, 2], [0, 0, 0, 1]], "15 over 4: the last has one less"
+    assert layouts["a"].local(1) == (Box((1, 1), (1, 2)), Box((2, 0), (1, 2)))
     assert sizes(one((9, 2), ("dp", 2, FLAT), tile=(4, 2))) == [8, 10], "border 9 goes to 8"
     assert sizes(one((9, 2), ("dp", 2, FLAT), tile=(8, 2))) == [16, 2], "border 9 is nearer to 16 than to 0"
+
+
+def test_flat_cuts_in_whole_units_from_each_members_beginning() -> None:
+    members = [Member("a", (10, 13)), Member("b", (70,)), Member("c", (200,))]
+    layouts = build_layouts(members, [("dp", 3, flat.build(Flat()))])
+    # 3, 2 and 4 units of 64, of which a's and b's last are short: 3 for each rank.
+    assert [sizes(layouts[name]) for name in "abc"] == [[130, 0, 0], [0, 70, 0], [0, 64, 136]]
+    assert sizes(one((5,), ("dp", 4, flat.build(Flat(unit=1))))) == [2, 2, 1, 0], "ceil(5 / 4) until none is left"
+    with pytest.raises(UsageError, match="flat: unit is 0"):
+        flat.build(Flat(unit=0))
 
 
 def test_owned_balances_by_cost_longest_first_ties_by_name() -> None:
@@ -149,9 +160,48 @@ def test_block_shares_out_whole_tiles_in_few_boxes() -> None:
         "edge tiles are short"
     )
     assert sizes(one((4, 6), ("dp", 2, BLOCK), tile=(4, 3))) == [24, 0], "least common multiple of (2, 2) and (4, 3): one tile"
-    for wrong in ((), (0, 2), (1, 1, 1, 1)):
+    for wrong in ((), (0, 2), (1, 1, 1, 1), (-2,)):
         with pytest.raises(UsageError, match="one, two or three sizes of at least 1"):
             block.build(Block(tile=wrong))
+
+
+def test_block_takes_whole_dimensions_for_minus_one() -> None:
+    rows, matrices = block.build(Block(tile=(2, -1))), block.build(Block(tile=(-1, -1)))
+    assert one((6, 5), ("dp", 2, rows)).regions == ((Box((0, 0), (4, 5)),), (Box((4, 0), (2, 5)),)), "whole rows of tiles only"
+    assert sizes(one((4, 3, 5), ("dp", 3, matrices))) == [15, 30, 15], "experts are whole"
+    assert sizes(one((40, 3), ("dp", 3, matrices))) == [0, 120, 0], "and so is a matrix of many rows"
+
+
+def test_owned_and_mixed_make_up_for_what_ranks_have_already() -> None:
+    members = [Member("a", (8, 4)), Member("b", (4, 4)), Member("c", (4,))]
+    owners = {
+        member.name: [bool(region) for region in regions]
+        for member, regions in zip(members, OWNED.partition_balanced(members, 3, [0.0, 20.0, 40.0]).regions, strict=True)
+    }
+    assert owners == {"a": [True, False, False], "b": [False, True, False], "c": [True, False, False]}
+    assert OWNED.partition(members, 3) == OWNED.partition_balanced(members, 3, [0.0] * 3)
+    for wrong in ([0.0], [0.0, math.nan, 0.0], [-1.0, 0.0, 0.0]):
+        with pytest.raises(UsageError, match=r"'owned' cannot cut members 'a', 'b', 'c'.*one finite load"):
+            OWNED.partition_balanced(members, 3, wrong)
+    rules = (MixedRule(match="b", placement=Owned()), MixedRule(match="*", placement=Row(dim=0)))
+    placement = mixed.build(Mixed(rules=rules))
+    layouts = build_layouts(members, [("dp", 3, placement)])
+    # The rows of a and c go first (3, 3, 2 of 4 and 2, 1, 1), b to who then has the least.
+    assert [sizes(layouts[name]) for name in "abc"] == [[12, 12, 8], [0, 0, 16], [2, 1, 1]]
+    assert placement.name == "mixed(b: owned, *: row(dim=0), row(dim=0))" and placement.accepts == "box"
+    moved = placement.partition_balanced(members, 3, [0.0, 0.0, 99.0]).regions[1]
+    assert moved == ((), whole_region((4, 4)), ())
+
+
+def test_mixed_names_what_cannot_share_a_bucket() -> None:
+    rules = (MixedRule(match="norm*", placement=Replicate()),)
+    with pytest.raises(UsageError, match=r"'replicate' keeps members whole on every rank while 'row\(dim=0\)' cuts others"):
+        mixed.build(Mixed(rules=rules))
+    whole = build_layouts([Member("a", (4,))], [("dp", 2, mixed.build(Mixed(rules=rules, default=Replicate())))])["a"]
+    assert whole.kinds == ("replicate",)
+    assert mixed.build(Mixed(default=Flat())).accepts == "region"
+    with pytest.raises(UsageError, match=r"'row\(dim=2\)' cannot cut member 'a' of shape \(4, 4\)"):
+        build_layouts([Member("a", (4, 4))], [("dp", 2, mixed.build(Mixed(default=Row(dim=2))))])
 
 
 # ---------------------------------------------------------------- layouts
@@ -184,8 +234,8 @@ def test_several_boxes_are_one_dimensional_inside() -> None:
     layout = one((3, 4), ("a", 2, FLAT), ("b", 2, FLAT))
     assert sizes(layout) == [3, 3, 3, 3]
     assert layout.local(1) == (Box((0, 3), (1, 1)), Box((1, 0), (1, 2)))
-    # Elements 18 to 25 of 25, which lie in one box of the outer piece, in storage order.
-    assert one((5, 5), ("a", 2, FLAT), ("b", 2, FLAT)).local(3) == (Box((3, 3), (1, 2)), Box((4, 0), (1, 5)))
+    # Elements 19 to 25 of 25, which lie in one box of the outer piece, in storage order.
+    assert one((5, 5), ("a", 2, FLAT), ("b", 2, FLAT)).local(3) == (Box((3, 4), (1, 1)), Box((4, 0), (1, 5)))
     owner = one((3, 4), ("a", 2, FLAT), ("b", 2, OWNED))
     assert sizes(owner) == [6, 0, 6, 0]
 
@@ -205,7 +255,7 @@ def test_illegal_composition_names_both_placements_axes_and_member() -> None:
     with pytest.raises(UsageError) as caught:
         one((3, 4), ("dp_shard", 2, FLAT), ("tp", 2, ROW))
     assert str(caught.value) == (
-        "Placement 'row(dim=0)' on axis 'tp' cannot cut what 'flat' on axis 'dp_shard' left of 'w': that is 2 boxes, and 'row(dim=0)' cuts "
+        "Placement 'row(dim=0)' on axis 'tp' cannot cut what 'flat(unit=1)' on axis 'dp_shard' left of 'w': that is 2 boxes, and 'row(dim=0)' cuts "
         "one box only. Choose an inner placement that accepts any region (flat, owned), or an outer one that leaves boxes (row, column, owned)."
     )
     with pytest.raises(UsageError, match=r"no dimension 2.*placement 'row\(dim=2\)' on axis 'b' of size 2 inside 'owned' on axis 'a'"):
@@ -427,9 +477,9 @@ def test_the_norm_of_a_pending_tensor_is_taken_after_the_reduction() -> None:
 def test_members_begin_at_multiples_of_the_alignment() -> None:
     members = [Member("a", (33,)), Member("b", (0,)), Member("c", (3,)), Member("d", (64,))]
     regions = [whole_region(member.shape) for member in members]
-    plan = make_plan([regions, [()] * 4], alignment=32)
-    assert plan.offsets == ((0, 64, 64, 96), (0, 0, 0, 0)) and plan.counts == (160, 0)
-    assert [(piece.member, piece.offset) for piece in plan.pieces()] == [(0, 0), (2, 64), (3, 96)]
+    plan = make_geometry([member.shape for member in members], [regions, [()] * 4], alignment=32)
+    assert plan.counts == (160, 0) and plan.starts == (0, 0, 64, 96)
+    assert [(piece.member, piece.offset) for member in range(4) for piece in plan.pieces(member)] == [(0, 0), (2, 64), (3, 96)]
 
 
 def test_every_dtype_size_is_torchs() -> None:

@@ -1,7 +1,8 @@
 """`block`: tiles of a given size are shared out and none is cut, as block-wise quantisation wants it.
 
-A tile's sizes belong to a member's last dimensions: a vector uses the last size only; dimensions before those of the tile are cut at every index.
-Where a member has a tile of its own, the least common multiple in each dimension is used. Tiles of the bucket are numbered by member
+A tile's sizes belong to a member's last dimensions: a vector uses the last size only; dimensions before those of the tile are cut at every index. A size of -1 is
+the whole dimension: with (128, -1) the borders lie between whole rows of tiles, so that every share is a contiguous range of its member; with (-1, -1)
+matrices stay whole, and stacks of experts are shared out expert by expert. Where a member has a tile of its own, the least common multiple in each dimension is used. Tiles of the bucket are numbered by member
 and row-major within it; each rank gets a contiguous range, its borders at the tile borders nearest to even shares of the elements. Ranges become as
 few boxes as possible (at most 2 * rank - 1 for a member).
 """
@@ -17,8 +18,8 @@ from typing import Literal
 from intarsia.errors import UsageError
 from intarsia.layout import Box, Member, Partition, Region, range_boxes, region_numel
 
+from intarsia_placements.borders import bucket_borders
 from intarsia_placements.config import Block
-from intarsia_placements.flat import bucket_borders
 
 
 class BlockPlacement:
@@ -27,8 +28,10 @@ class BlockPlacement:
     accepts: Literal["box", "region"] = "box"
 
     def __init__(self, tile: tuple[int, ...]) -> None:
-        if not 1 <= len(tile) <= 3 or any(size < 1 for size in tile):
-            raise UsageError(f"Placement block: tile must have one, two or three sizes of at least 1, such as (128, 128), not {tile}.")
+        if not 1 <= len(tile) <= 3 or any(size < 1 and size != -1 for size in tile):
+            raise UsageError(
+                f"Placement block: tile must have one, two or three sizes of at least 1 (or -1: the whole dimension), such as (128, 128), not {tile}."
+            )
         self.tile = tile
         self.name = f"block(tile={tile})"
 
@@ -36,7 +39,9 @@ class BlockPlacement:
         """See `intarsia.contracts.Placement`."""
         grids = {member: _Tiles(member, self.tile) for member in members}
         regions: list[tuple[Region, ...]] = []
-        borders_of_members = bucket_borders(members, ranks, lambda member, border: grids[member].nearest(border))
+        sizes = [member.numel for member in members]
+        targets = [rank * sum(sizes) // ranks for rank in range(1, ranks)]
+        borders_of_members = bucket_borders(members, sizes, targets, lambda member, border: grids[member].nearest(border))
         for member, borders in zip(members, borders_of_members, strict=True):
             counts = [grids[member].count_before(border) for border in borders]
             regions.append(tuple(grids[member].boxes(begin, end) for begin, end in pairwise(counts)))
@@ -50,6 +55,7 @@ class _Tiles:
         dimensions = len(member.shape)
         sizes = ((1,) * dimensions + tile)[-dimensions:] if dimensions else ()
         self.shape = member.shape
+        sizes = tuple(max(whole, 1) if size == -1 else size for size, whole in zip(sizes, self.shape, strict=True))
         self.sizes = tuple(map(math.lcm, sizes, member.tile)) if member.tile else sizes
         self.grid = Box.whole(tuple(-(-whole // size) for whole, size in zip(self.shape, self.sizes, strict=True)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import chz
-from intarsia.config import PlacementConfig
+from intarsia.config import Config, PlacementConfig
 
 
 @chz.chz(typecheck=True)
@@ -24,6 +24,11 @@ class Column(PlacementConfig):
 class Flat(PlacementConfig):
     """Cuts the bucket into even ranges of elements."""
 
+    unit: int = chz.field(
+        default=64,
+        doc="Elements between places where a member may be cut, counted from its beginning; 64 bfloat16 are the alignment of members.",
+    )
+
 
 @chz.chz(typecheck=True)
 class Owned(PlacementConfig):
@@ -35,10 +40,28 @@ class Block(PlacementConfig):
     """Shares out tiles."""
 
     tile: tuple[int, ...] = chz.field(
-        default=(128, 128), doc="Sizes of a tile in the last one, two or three dimensions; any dimension before them is cut at every index."
+        default=(128, 128),
+        doc="Sizes of a tile in the last one, two or three dimensions; any dimension before them is cut at every index. -1 is the whole dimension: "
+        "(-1, -1) keeps matrices whole, those in stacks of experts too.",
     )
 
 
 @chz.chz(typecheck=True)
 class Replicate(PlacementConfig):
     """Stores everything everywhere."""
+
+
+@chz.chz(typecheck=True)
+class MixedRule(Config):
+    """Which members of a mixed bucket a placement cuts."""
+
+    match: str = chz.field(doc="A glob on the parameters' canonical names.")
+    placement: PlacementConfig = chz.field(doc="What cuts them.")
+
+
+@chz.chz(typecheck=True)
+class Mixed(PlacementConfig):
+    """Cuts the members of one bucket by different placements."""
+
+    rules: tuple[MixedRule, ...] = chz.field(default=(), doc="The first rule whose glob has a member's name cuts it.")
+    default: PlacementConfig = chz.field(default_factory=Row, doc="What cuts the members that no rule has.")

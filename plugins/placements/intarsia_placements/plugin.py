@@ -27,7 +27,8 @@ class PlacementPlugin:
 
 row = PlacementPlugin("row", "Row", "Cuts every member evenly along one dimension, the first by default.")
 column = PlacementPlugin("column", "Column", "Cuts every member evenly along one dimension, the second by default.")
-flat = PlacementPlugin("flat", "Flat", "Cuts the bucket's elements, laid end to end, into even ranges.")
+flat = PlacementPlugin("flat", "Flat", "Cuts the bucket's elements, laid end to end, into even ranges of whole units.")
 owned = PlacementPlugin("owned", "Owned", "Gives each member whole to one rank, balanced by cost.")
 block = PlacementPlugin("block", "Block", "Shares out tiles of a given size, none of which is cut.")
 replicate = PlacementPlugin("replicate", "Replicate", "Stores every member whole on every rank.")
+mixed = PlacementPlugin("mixed", "Mixed", "Cuts the members of one bucket by different placements, chosen by name.")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -18,9 +19,9 @@ from typing import Any, ClassVar
 import hypothesis
 import numpy as np
 from hypothesis import strategies as st
-from intarsia.contracts import Member, Partition, Placement, Region
+from intarsia.contracts import Box, Member, Partition, Placement, Region
 from intarsia.errors import UsageError
-from intarsia.layout import Layout, build_layouts, slices
+from intarsia.layout import Layout, build_layouts, range_boxes, slices
 from intarsia.plugins import current
 from intarsia.transfer import Transfer, transfer
 
@@ -116,6 +117,22 @@ def cut_tile(member: Member, owner: np.ndarray[Any, Any]) -> tuple[int, ...] | N
     return tuple(int(index) * size for index, size in zip(where[0], member.tile, strict=True)) if len(where) else None
 
 
+class RangesPlacement:
+    """The kit's own: cuts every member into ranges of its elements in storage order, which leaves several boxes on a rank wherever it can."""
+
+    name = "ranges"
+    accepts = "region"
+
+    def partition(self, members: Sequence[Member], ranks: int) -> Partition:
+        """Borders at r * n / R, moved down to whole rows of tiles."""
+        regions = []
+        for member in members:
+            unit = member.tile[0] * math.prod(member.shape[1:]) if member.tile else 1
+            borders = [rank * member.numel // ranks // max(unit, 1) * unit for rank in range(ranks)] + [member.numel]
+            regions.append(tuple(range_boxes(Box.whole(member.shape), begin, end - begin) for begin, end in itertools.pairwise(borders)))
+        return Partition(tuple(members), ranks, tuple(regions))
+
+
 class PlacementConformance(Conformance):
     """Every promise of `intarsia.contracts.Placement`, one test each.
 
@@ -138,8 +155,8 @@ class PlacementConformance(Conformance):
         return [current().build(config) for config in self.given_configs()]
 
     def installed(self) -> list[Placement]:
-        """One of each installed placement whose settings all have defaults, and those under test."""
-        found = self.placements()
+        """One of each installed placement whose settings all have defaults, those under test, and the kit's own."""
+        found = [*self.placements(), RangesPlacement()]
         for entry in current().registry("placement").entries():
             config_class = current().config_class(entry)
             try:
@@ -225,6 +242,34 @@ class PlacementConformance(Conformance):
                 broken("deterministic", f"{placement.name} gives two answers {words}.")
             if others[placement.name].partition(tuple(members), partition.ranks) != partition:
                 broken("deterministic", f"two objects of {placement.name} with the same settings give two answers {words}.")
+
+        self.for_each_cut(check)
+
+    def test_it_balances_without_breaking_a_promise(self) -> None:
+        """Where there is a `partition_balanced`: without loads it is `partition`, with any loads a sound cut, the same each time."""
+
+        def check(placement: Placement, partition: Partition) -> None:
+            balanced = getattr(placement, "partition_balanced", None)
+            if balanced is None:
+                return
+            members, ranks = partition.members, partition.ranks
+            words = f"{placement.name} over {ranks} ranks for {list(members)}"
+            if balanced(members, ranks, [0.0] * ranks) != partition:
+                broken("balanced without loads is `partition`", f"{words} answers otherwise.")
+            loads = [float(rank * 7 % 5) for rank in range(ranks)]
+            given = list(loads)
+            answer = balanced(members, ranks, given)
+            if given != loads:
+                broken("pure", f"{placement.name} changes the loads that it is given.")
+            if answer != balanced(members, ranks, loads) or answer.members != members or answer.ranks != ranks:
+                broken("deterministic", f"{words} with the loads {loads} answers twice, or about something else.")
+            for member, regions in zip(answer.members, answer.regions, strict=True):
+                count, owner = paint(member, regions)
+                if (count != (ranks if answer.replicated else 1)).any() or cut_tile(member, owner) is not None:
+                    broken(
+                        "balanced cuts are sound",
+                        f"{words} with the loads {loads}: {member.name!r} is not stored once, or a tile of it is cut.",
+                    )
 
         self.for_each_cut(check)
 
