@@ -35,7 +35,7 @@ class FlatPlacement:
         """See `intarsia.contracts.Placement`."""
         sizes = [-(-member.numel // self.unit) * self.unit for member in members]
         share = -(-sum(sizes) // (self.unit * ranks)) * self.unit
-        targets = [min(rank * share, sum(sizes)) for rank in range(1, ranks)]
+        targets = [rank * share for rank in range(1, ranks)]
         regions: list[tuple[Region, ...]] = []
         for member, borders in zip(members, bucket_borders(members, sizes, targets, _snap), strict=True):
             whole = Box.whole(member.shape)
@@ -44,7 +44,6 @@ class FlatPlacement:
 
 
 def _snap(member: Member, border: int) -> int:
-    border = min(border, member.numel)
     if not member.tile:
         return border
     row = member.tile[0] * math.prod(member.shape[1:])
