@@ -1,8 +1,7 @@
-"""A bucket: parameters that are gathered and reduced together, by one collective each.
+"""A bucket: parameters that are gathered by one collective and reduced by one.
 
-The local shard is one flat buffer in the master dtype; the parameters that the optimizer updates are views of it. The whole parameters live in a second flat
-buffer, in the compute dtype, whose memory comes and goes while the tensors that view it stay, so that whatever autograd has saved of a parameter
-is right again when the buffer has been filled again. All offsets are in elements and the same for every dtype.
+The local shard is one flat buffer; the masters that the optimizer updates are views of it, and so are their gradients of one flat gradient. The whole parameters
+are views of a slot of a ring (`intarsia_flexshard.ring`) for as long as the model lives.
 """
 
 from __future__ import annotations
@@ -14,205 +13,322 @@ from typing import Any
 
 import torch
 from intarsia.comm import Communicator
-from intarsia.contracts import ALIGNMENT_BYTES, Box, Region
-from intarsia.layout import DTYPE_BYTES, Layout, region_numel, slices, whole_region
-from intarsia.parameters import ParameterInfo, ParameterTable
+from intarsia.contracts import ALIGNMENT_BYTES, Box, Placement, Region
+from intarsia.errors import UsageError
+from intarsia.layout import DTYPE_BYTES, Layout, build_layouts, region_numel, whole_region
+from intarsia.mesh import Mesh
+from intarsia.parameters import ParameterInfo, ParameterTable, join_master, split_master
 from torch import Tensor, nn
 
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A box of member number `member` and where its elements begin in the rank-major buffer of all ranks' shards."""
-
-    member: int
-    box: Box
-    offset: int
+from intarsia_flexshard.assign import BucketSpec, member_of
+from intarsia_flexshard.lanes import Lanes
+from intarsia_flexshard.payload import Payload, PlainPayload
+from intarsia_flexshard.plan import Geometry, make_geometry
+from intarsia_flexshard.reduction import Reduction
+from intarsia_flexshard.ring import Slot
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Where everything of some members lies, for every rank that cuts them. `offsets[r][m]` is in rank r's own buffer of `counts[r]` elements."""
+class Groups:
+    """The groups of a bucket: of its shards, once for gathers and once for reductions so that neither queues behind the other, and of its replicas."""
 
-    regions: tuple[tuple[Region, ...], ...]
-    offsets: tuple[tuple[int, ...], ...]
-    counts: tuple[int, ...]
+    gather: Communicator
+    reduce: Communicator
+    replicas: Communicator
 
-    def pieces(self) -> list[Piece]:
-        """All boxes of all ranks."""
-        found, base = [], 0
-        for regions, offsets, count in zip(self.regions, self.offsets, self.counts, strict=True):
-            for member, (region, offset) in enumerate(zip(regions, offsets, strict=True)):
-                position = base + offset
-                for box in region:
-                    found.append(Piece(member, box, position))
-                    position += box.numel
-            base += count
+
+class BalancedPlacement:
+    """A placement that knows what the ranks were given in earlier buckets. See `docs/how-to/write-a-placement.md`."""
+
+    def __init__(self, placement: Any, loads: list[float]) -> None:
+        self.name, self.accepts, self._placement, self.loads = placement.name, placement.accepts, placement, loads
+
+    def partition(self, members: Any, ranks: int) -> Any:
+        """See `intarsia.contracts.Placement`."""
+        found = self._placement.partition_balanced(members, ranks, self.loads)
+        for member, regions in zip(members, found.regions, strict=True):
+            for rank, region in enumerate(regions):
+                self.loads[rank] += (member.cost or member.numel) * region_numel(region) / max(member.numel, 1)
         return found
-
-
-def make_plan(regions: Sequence[Sequence[Region]], alignment: int) -> Plan:
-    """The plan for `regions[r][m]`: members in order, each beginning at a multiple of `alignment` elements."""
-    offsets, counts = [], []
-    for mine in regions:
-        positions = [0]
-        for region in mine:
-            positions.append(positions[-1] + -(-region_numel(region) // alignment) * alignment)
-        offsets.append(tuple(positions[:-1]))
-        counts.append(positions[-1])
-    return Plan(tuple(map(tuple, regions)), tuple(offsets), tuple(counts))
 
 
 class Bucket:
     """One bucket of a sharded model.
 
-    `shards` is the group of mesh axis dp_shard and `replicas` that of dp_replicate. `whole` are the model's own parameters by canonical name: on a bucket that is not
-    unsharded they read as NaN. `masters` are the local parts. `open` says that a reduction is due, `entered` that a backward pass is inside, `calls` how many
-    forward calls' backward has still to leave.
+    `whole` are the model's own parameters by canonical name, `masters` the local parts. `inside` counts forward calls that are under way, `entered` says that a backward
+    pass is inside, `calls` how many forward calls' backward has still to leave, `open` that a reduction is due.
     """
 
     def __init__(
-        self, name: str, infos: Sequence[ParameterInfo], table: ParameterTable, shards: Communicator, replicas: Communicator, debug: bool
+        self,
+        spec: BucketSpec,
+        placement: Placement,
+        table: ParameterTable,
+        mesh: Mesh,
+        groups: Groups,
+        lanes: Lanes,
+        is_split: bool = False,
+        owners: str = "elements",
     ) -> None:
-        self.name, self.infos, self.shards, self.replicas, self.debug = name, list(infos), shards, replicas, debug
-        dtypes = (table.dtype, table.compute, table.reduce)
-        self.master_dtype, self.compute_dtype, self.reduce_dtype = (getattr(torch, dtype) for dtype in dtypes)
-        alignment = ALIGNMENT_BYTES // min(DTYPE_BYTES[dtype] for dtype in dtypes)
-        layouts = [_layout(info) for info in self.infos]
-        self.is_cut = any(axis == "dp_shard" and kind == "cut" for (axis, _), kind in zip(layouts[0].axes, layouts[0].kinds, strict=True))
-        self.index = shards.rank if self.is_cut else 0
-        regions = [[_region_at(layout, table, shard) for layout in layouts] for shard in range(shards.size if self.is_cut else 1)]
-        self.plan = make_plan(regions, alignment)
-        self.trained = [index for index, info in enumerate(self.infos) if info.trainable]
-        self.reduction = make_plan([[mine[index] for index in self.trained] for mine in regions], alignment)
-        self._reduced = self.reduction.pieces()
+        self.spec, self.name, self.groups, self.lanes, self.is_split = spec, spec.name, groups, lanes, is_split
+        # Trained members first: then masters and gradients lie alike.
+        self.infos: list[ParameterInfo] = sorted(spec.infos, key=lambda info: not info.trainable)  # type: ignore[arg-type]
+        self.compute_dtype = getattr(torch, spec.compute)
+        self.master_dtype = torch.bfloat16 if is_split else getattr(torch, table.dtype)
+        shapes, regions, self.is_cut = lay_out(spec, self.infos, placement, table, mesh, owners)
+        self.index = groups.gather.rank if self.is_cut else 0
+        widths = [DTYPE_BYTES[name] for name in (table.dtype, spec.compute, spec.reduce)]
+        alignment = ALIGNMENT_BYTES // min([*widths, 2 if is_split else 8])
+        self.geometry = make_geometry(shapes, regions, alignment)
+        trained = sum(info.trainable for info in self.infos)
+        self.trained = self.infos[:trained]
+        self._make_shard(table)
+        self._make_whole()
+        self.reduction = self._make_reduction(make_geometry(shapes[:trained], [row[:trained] for row in regions], alignment))
+        self.slot: Slot | None = None
+        self.gather: Any = None
+        self.arrived = lanes.event()
+        self.is_flying, self.needs_backward = False, True
+        self.inside, self.calls, self.entered, self.open = 0, 0, False, True
 
-        device = shards.device
-        self.shard = torch.zeros(self.plan.counts[self.index], dtype=self.master_dtype, device=device)
+    # ------------------------------------------------------------ what the bucket is made of
+
+    def _make_shard(self, table: ParameterTable) -> None:
+        """The flat masters and the parameters that are views of them, filled with initial values."""
+        device = self.groups.gather.device
+        count = self.geometry.counts[self.index]
+        self.is_offloaded = self.spec.offload == "cpu"
+        if self.is_offloaded:
+            self.shard = torch.zeros(count, dtype=self.master_dtype, pin_memory=device.type == "cuda")
+        else:
+            self.shard = self.groups.gather.empty(count, self.master_dtype, f"shard {self.name}").zero_()
+        self.low = torch.zeros(count, dtype=torch.int16, device=self.shard.device) if self.is_split else None
         self.masters: dict[str, nn.Parameter] = {}
-        for info, local in zip(self.infos, self._local_views(self.shard, self.plan, self.infos), strict=True):
-            self.masters[info.name] = nn.Parameter(local, requires_grad=info.trainable)
-        # One rank and one dtype: the shard is the whole parameter, and there is nothing to move.
-        self.is_alias = len(self.plan.counts) == 1 and self.master_dtype == self.compute_dtype
-        whole_plan = make_plan([[whole_region(info.shape) for info in self.infos]], alignment)
-        self._full = self.shard if self.is_alias else torch.empty(whole_plan.counts[0], dtype=self.compute_dtype, device=device)
-        self._views = self._local_views(self._full, whole_plan, self.infos, rank=0)
-        self._targets = [(piece, self._views[piece.member][slices(piece.box)]) for piece in self.plan.pieces()]
-        # What a released parameter shows: its shape, and NaN wherever it is read. Memory that is gone would crash the process on a CPU.
-        released = torch.full((), math.nan, dtype=self.compute_dtype, device=device)
-        self._released = [released.expand(info.shape) for info in self.infos]
-        self.whole: dict[str, nn.Parameter] = {}
-        for info, view, stand_in in zip(self.infos, self._views, self._released, strict=True):
-            # Made from the stand-in and not from the view, whose version counter every gather moves: autograd would refuse what it has saved.
-            parameter = nn.Parameter(stand_in, requires_grad=info.trainable)
-            parameter.data = view
-            self.whole[info.name] = parameter
-        self.is_unsharded = True
-        self._gradients: dict[int, Tensor] = {}
-        self.open, self.entered, self.calls = True, False, 0
-        self.release()
+        lows = self._views(self.low) if self.low is not None else [None] * len(self.infos)
+        for info, view, low in zip(self.infos, self._views(self.shard), lows, strict=True):
+            assert info.layout is not None
+            region = info.layout.local(table.rank_in(info.layout))
+            if low is None:
+                table.fill(info.name, region, view)
+            else:
+                values = torch.empty(view.shape, dtype=torch.float32, device=view.device)
+                table.fill(info.name, region, values)
+                split_master(values, view, low)
+            master = nn.Parameter(view, requires_grad=info.trainable)
+            if low is not None:
+                master.grad_dtype = torch.float32  # type: ignore[attr-defined]
+                info.low = low
+            self.masters[info.name] = master
+
+    def _make_whole(self) -> None:
+        """The model's parameters, and what brings values into them."""
+        device, dtype = self.groups.gather.device, self.compute_dtype
+        parameters = [nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=info.trainable) for info in self.infos]
+        self.whole = {info.name: parameter for info, parameter in zip(self.infos, parameters, strict=True)}
+        # One holder and one dtype: the shard is the whole parameter, and there is nothing to move.
+        same = self.shard.dtype == dtype and not self.is_offloaded
+        self.is_alias = not self.is_cut and same and self.spec.payload == "plain"
+        cast = None if same else torch.zeros(self.shard.numel(), dtype=dtype, device=device)
+        self.payload: Payload = PlainPayload(self.geometry, self.shard, cast, parameters, dtype)
+        if self.is_alias:
+            self.payload.bind(self.shard.view(torch.uint8), self.shard.new_empty(0, dtype=torch.uint8))
+
+    def _make_reduction(self, geometry: Geometry) -> Reduction | None:
+        if not self.trained:
+            return None
+        ranks = self.groups.reduce.size * self.groups.replicas.size
+        scale = 1.0 / (self.spec.divisor or ranks) if self.spec.reduce_op == "average" else 1.0
+        copies = [self.groups.replicas] if self.is_cut else [self.groups.reduce, self.groups.replicas]
+        return Reduction(
+            self.name,
+            [self.whole[info.name] for info in self.trained],
+            [self.masters[info.name] for info in self.trained],
+            geometry,
+            self.index,
+            self.groups.reduce if self.is_cut and self.groups.reduce.size > 1 else None,
+            copies,
+            (self.compute_dtype, getattr(torch, self.spec.reduce), torch.float32 if self.is_split else self.master_dtype),
+            scale,
+            self.lanes,
+            self.is_offloaded,
+        )
+
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        """Each member's part of this rank's buffer: in the shape of the member or of its box where it is one, else 1-D."""
+        found = []
+        for shape, region, offset in zip(
+            self.geometry.shapes, self.geometry.regions[self.index], self.geometry.offsets[self.index], strict=True
+        ):
+            part = buffer[offset : offset + region_numel(region)]
+            if region == whole_region(shape):
+                part = part.view(shape)
+            elif len(region) == 1:
+                part = part.view(region[0].size)
+            found.append(part)
+        return found
+
+    # ------------------------------------------------------------ memory and motion
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether somebody may be reading the whole parameters."""
+        return self.inside > 0 or self.entered
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the whole parameters are there, or on their way."""
+        return self.slot is None or self.slot.resident is self
+
+    def move_to(self, slot: Slot) -> None:
+        """Live in `slot` from now on."""
+        self.slot = slot
+        self.payload.bind(slot.buffer, slot.staging)
+        if self.is_cut:
+            self.gather = self.groups.gather.prepare_gather(
+                self.payload.send(), self.payload.arrival, self.payload.counts, f"unshard {self.name}"
+            )
+
+    def launch(self) -> None:
+        """Begin to fill the slot. Nobody may be using it."""
+        slot, lanes = self.slot, self.lanes
+        assert slot is not None
+        if slot.resident is not None and slot.resident.is_flying:
+            slot.resident.settle()
+        slot.resident, self.is_flying = self, True
+        if slot.dirty:
+            lanes.gather.wait_event(slot.freed)
+            slot.dirty = False
+        lanes.enter(lanes.gather)
+        source = self.payload.send()
+        if self.gather is not None:
+            self.gather.start()
+        else:
+            self.payload.arrival.copy_(source)
+        if lanes.on_device:
+            self.payload.decode()
+            self.arrived.record(lanes.gather)
+        lanes.leave()
+
+    def settle(self) -> None:
+        """Whatever is computed from now on finds the whole parameters in the slot."""
+        if not self.is_flying:
+            return
+        self.is_flying = False
+        if self.lanes.on_device:
+            self.lanes.compute.wait_event(self.arrived)
+            return
+        if self.gather is not None:
+            self.gather.wait()
+        self.payload.decode()
+
+    def free(self, poison: bool) -> None:
+        """The slot may be filled again after what was computed so far; with `poison` a use until then reads NaN."""
+        slot = self.slot
+        if slot is None or slot.resident is not self:
+            return
+        if poison:
+            self.settle()
+            slot.resident = None
+            for parameter in self.whole.values():
+                parameter.data.fill_(math.nan)
+        if slot.freed is not None:
+            slot.freed.record(self.lanes.compute)
+            slot.dirty = True
+
+    # ------------------------------------------------------------ values and facts
+
+    def values(self) -> dict[str, Tensor]:
+        """The masters: their live storages, or float32 copies where they are split."""
+        if self.low is None:
+            return {name: master.detach() for name, master in self.masters.items()}
+        lows = self._views(self.low)
+        return {name: join_master(master.detach(), low) for (name, master), low in zip(self.masters.items(), lows, strict=True)}
+
+    def take(self, values: dict[str, Tensor]) -> None:
+        """Take masters back that `values` gave as copies."""
+        for info in self.infos:
+            if info.low is not None and info.name in values:
+                split_master(values[info.name], self.masters[info.name].detach(), info.low)
 
     def facts(self) -> dict[str, Any]:
         """What all ranks must agree on."""
-        members = [[info.name, list(info.shape), info.trainable, _layout(info).to_json()["regions"]] for info in self.infos]
-        return {"bucket": self.name, "members": members, "counts": list(self.plan.counts), "reduced": list(self.reduction.counts)}
-
-    # ------------------------------------------------------------ parameters
-
-    @torch.no_grad()
-    def unshard(self) -> None:
-        """Make the whole parameters readable: one gather, or a cast where nothing is cut. Nothing when they are."""
-        if self.is_unsharded:
-            return
-        self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
-        source = self.shard
-        if self.is_cut:
-            source = self.shards.gather_v(self.shard.to(self.compute_dtype), self.plan.counts, f"unshard {self.name}")
-        for piece, target in self._targets:
-            target.copy_(source[piece.offset : piece.offset + piece.box.numel].view(piece.box.size))
-        for parameter, view in zip(self.whole.values(), self._views, strict=True):
-            parameter.data = view
-        self.is_unsharded = True
-
-    def release(self) -> None:
-        """Give the whole parameters' memory back."""
-        if self.is_alias or not self.is_unsharded:
-            return
-        for parameter, stand_in in zip(self.whole.values(), self._released, strict=True):
-            parameter.data = stand_in
-        if self.debug:
-            self._full.fill_(math.nan)
-        else:
-            self._full.untyped_storage().resize_(0)
-        self.is_unsharded = False
-
-    # ------------------------------------------------------------ gradients
-
-    def take(self, member: int, parameter: Tensor) -> None:
-        """Move the gradient that backward has left on a whole parameter to where it waits for the reduction: the first is kept, later ones are added."""
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return
-        if member in self._gradients:
-            self._gradients[member].add_(gradient)
-        else:
-            self._gradients[member] = gradient.to(self.reduce_dtype)
-        self.open = True
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Sum the waiting gradients over the ranks, by one reduce-scatter, into the masters' `.grad`. What has none here contributes zeros."""
-        self.open = False
-        if not self.trained:
-            return
-        buffer = torch.zeros(sum(self.reduction.counts), dtype=self.reduce_dtype, device=self.shard.device)
-        for piece in self._reduced:
-            gradient = self._gradients.get(self.trained[piece.member])
-            if gradient is not None:
-                buffer[piece.offset : piece.offset + piece.box.numel].view(piece.box.size).copy_(gradient[slices(piece.box)])
-        self._gradients.clear()
-        if self.is_cut:
-            buffer = self.shards.reduce_scatter_v(buffer, self.reduction.counts, "sum", f"reduce {self.name}")
-        elif self.shards.size > 1:
-            self.shards.all_reduce(buffer, "sum", f"reduce {self.name}")
-        if self.replicas.size > 1:
-            self.replicas.all_reduce(buffer, "sum", f"reduce {self.name} over replicas")
-        trained = [self.infos[index] for index in self.trained]
-        for info, part in zip(trained, self._local_views(buffer.to(self.master_dtype), self.reduction, trained), strict=True):
-            master = self.masters[info.name]
-            master.grad = part if master.grad is None else master.grad.add_(part)
-
-    def forget(self) -> None:
-        """Drop all gradients."""
-        self._gradients.clear()
-        for master in self.masters.values():
-            master.grad = None
-        self.open = True
-
-    # ------------------------------------------------------------ private
-
-    def _local_views(self, buffer: Tensor, plan: Plan, infos: Sequence[ParameterInfo], rank: int | None = None) -> list[Tensor]:
-        """Each member's part of one rank's buffer: in the shape of the whole tensor or of its box where it is one, else 1-D."""
-        views = []
-        rank = self.index if rank is None else rank
-        for info, region, offset in zip(infos, plan.regions[rank], plan.offsets[rank], strict=True):
-            part = buffer[offset : offset + region_numel(region)]
-            if region == whole_region(info.shape):
-                part = part.view(info.shape)
-            elif len(region) == 1:
-                part = part.view(region[0].size)
-            views.append(part)
-        return views
+        return {
+            "bucket": self.name,
+            "members": [[info.name, list(info.shape), info.trainable] for info in self.infos],
+            "dtypes": [str(self.master_dtype), str(self.compute_dtype), self.spec.reduce],
+            "gather": self.geometry.facts(),
+            "wire": list(self.payload.counts),
+            "reduce": self.reduction.geometry.facts() if self.reduction is not None else [],
+        }
 
 
-def _layout(info: ParameterInfo) -> Layout:
-    assert info.layout is not None
-    return info.layout
+def lay_out(
+    spec: BucketSpec, infos: Sequence[ParameterInfo], placement: Placement, table: ParameterTable, mesh: Mesh, owners: str
+) -> tuple[list[tuple[int, ...]], list[list[Region]], bool]:
+    """Write each parameter's Layout and bucket; returns the shapes of the members on this rank's side of outer cuts, the regions by rank of the shards'
+    group in those members' own index space, and whether anything is cut."""
+    inner: list[Any] = [(axis, mesh.sizes[axis], "replicate") for axis in spec.replicas]
+    inner += [(axis, mesh.sizes[axis], placement) for axis in spec.axes]
+    inner = [step for step in inner if step[1] > 1]
+    origins, shapes = [], []
+    outer_groups: dict[Any, list[ParameterInfo]] = {}
+    for info in infos:
+        outer_groups.setdefault(tuple((axis, size) for axis, size, _ in info.outer), []).append(info)
+    pieces: dict[str, Box] = {}
+    for parameters in outer_groups.values():
+        outer = list(parameters[0].outer)
+        members = [dataclasses.replace(member_of(info, owners=owners), tile=_tile(spec, info)) for info in parameters]
+        held, layouts = build_layouts(members, outer), build_layouts(members, [*outer, *inner])
+        for info in parameters:
+            info.layout, info.bucket = layouts[info.name], spec.name
+            pieces[info.name] = _outer_piece(info, held[info.name], table)
+    for info in infos:
+        origins.append(pieces[info.name].start)
+        shapes.append(pieces[info.name].size)
+    cut_axes = {axis for axis in spec.axes if mesh.sizes[axis] > 1}
+    first = infos[0].layout
+    assert first is not None
+    is_cut = any(axis in cut_axes and kind == "cut" for (axis, _), kind in zip(first.axes, first.kinds, strict=True))
+    ranks = math.prod(mesh.sizes[axis] for axis in spec.axes) if is_cut else 1
+    regions = []
+    for rank in range(ranks):
+        row = []
+        for info, origin in zip(infos, origins, strict=True):
+            boxes = _region_at(info, mesh, spec.axes, rank)
+            row.append(tuple(Box(tuple(a - o for a, o in zip(box.start, origin, strict=True)), box.size) for box in boxes))
+        regions.append(row)
+    return shapes, regions, is_cut
 
 
-def _region_at(layout: Layout, table: ParameterTable, shard: int) -> Region:
-    """What the rank at coordinate `shard` of dp_shard stores, this process's other coordinates being as they are."""
+def _tile(spec: BucketSpec, info: ParameterInfo) -> tuple[int, ...] | None:
+    """What must not be cut: the tiles that share a scale."""
+    dimensions = len(info.shape)
+    if spec.payload == "plain" or dimensions < 2:
+        return None
+    return (1,) * (dimensions - 2) + (128, 128)
+
+
+def _outer_piece(info: ParameterInfo, layout: Layout, table: ParameterTable) -> Box:
+    """The box of the parameter that this rank's model has; `layout` has the outer cuts only."""
+    if not info.outer:
+        return Box.whole(info.shape)
+    region = layout.local(table.rank_in(layout))
+    if len(region) != 1:
+        raise UsageError(
+            f"Parameter {info.name!r}: the cuts {[axis for axis, _, _ in info.outer]} leave {len(region)} boxes on a rank. A module's own "
+            "parameter must be one box: cut it along one dimension (row or column), or into blocks that are one."
+        )
+    return region[0]
+
+
+def _region_at(info: ParameterInfo, mesh: Mesh, axes: Sequence[str], shard: int) -> Region:
+    """What the rank number `shard` of the group over `axes` stores, this process's other coordinates being as they are."""
+    layout = info.layout
+    assert layout is not None
+    coordinates = dict(mesh.coordinates)
+    for axis in sorted(axes, key=list(mesh.sizes).index, reverse=True):
+        shard, coordinates[axis] = divmod(shard, mesh.sizes[axis])
     rank = 0
     for axis, size in layout.axes:
-        assert table.mesh is not None
-        rank = rank * size + (shard if axis == "dp_shard" else table.mesh.coordinates[axis])
+        rank = rank * size + coordinates[axis]
     return layout.local(rank)

@@ -1,98 +1,200 @@
-"""FlexShard's first form: buckets driven by module hooks.
+"""FlexShard: what happens to buckets when.
 
-A block's bucket is unsharded before its forward and released after it; unsharded again when the backward pass enters the block, reduced (in the step's last
-micro-batch) and released when it leaves. The root bucket (what is in no block, ties between blocks included) stays whole from the model's forward to the end of
-the backward pass, since losses read the head outside of `forward`.
+A bucket is unsharded before the forward of a module that needs it and given back afterwards; unsharded again when the backward pass enters the module, reduced
+when it leaves. Gathers start ahead of their use, both ways, as many buckets as the sharder's `prefetch` says. The root bucket (driven by the model itself) stays whole to the step's
+end, since losses read the head outside of `forward`.
 
-Every collective is triggered by a module call or by the backward pass entering or leaving one, never by which parameters got gradients: ranks that run the
-same modules make the same calls in the same order, whatever their data does.
+Every collective is triggered by a module call, by the backward pass entering or leaving one, or by an explicit call, never by which parameters got gradients: ranks that run
+the same modules make the same calls in the same order, whatever their data does.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from intarsia.comm import Communicator
-from intarsia.contracts import Member, Placement
+from intarsia.contracts import Optimizer, Placement
 from intarsia.errors import PluginError, UsageError, did_you_mean
-from intarsia.layout import build_layouts
 from intarsia.mesh import Mesh
-from intarsia.parameters import ParameterInfo, ParameterTable, materialise_buffers
-from intarsia.plugins import current
+from intarsia.parameters import ParameterTable, materialise_buffers
+from intarsia.plugins import Plugins, current
 from torch import Tensor, nn
 
-from intarsia_flexshard.bucket import Bucket
+from intarsia_flexshard.assign import BucketSpec, assign
+from intarsia_flexshard.bucket import BalancedPlacement, Bucket, Groups
 from intarsia_flexshard.config import FlexShardConfig
+from intarsia_flexshard.lanes import Lanes
+from intarsia_flexshard.reduction import Pack, Reduction
+from intarsia_flexshard.ring import group, make_slots, slots_needed
 
-RESHARD = ("always", "never")
+logger = logging.getLogger("intarsia.flexshard")
+
+# Reductions under way before the oldest is waited for: it bounds what gradients in flight take.
+PENDING = 2
 
 
 def build(config: FlexShardConfig) -> FlexShard:
     """The entry's target."""
-    return FlexShard(config, current().build(config.placement))
+    return FlexShard(config, current())
 
 
 class FlexShard:
     """See `intarsia.contracts.Sharder`."""
 
-    def __init__(self, config: FlexShardConfig, placement: Placement) -> None:
-        if config.reshard not in RESHARD:
-            raise UsageError(f"sharder.reshard is {config.reshard!r}. {did_you_mean(config.reshard, RESHARD)}")
-        self.config, self.placement = config, placement
+    def __init__(self, config: FlexShardConfig, plugins: Plugins) -> None:
+        self.config, self._plugins = config, plugins
 
     def shard(self, model: nn.Module, table: ParameterTable, mesh: Mesh, comm: Communicator) -> FlexShardModel:
-        """Cut each bucket by the placement over dp_shard, with replicas over dp_replicate; fill the shards; replace the model's parameters; install the hooks."""
-        table.mesh = mesh
-        shards, replicas = mesh.comm("dp_shard"), mesh.comm("dp_replicate")
-        members: dict[str, list[ParameterInfo]] = {}
-        for info in table.values():
-            members.setdefault(info.block, []).append(info)
-        # The order of blocks is the order of execution, the root comes first.
-        order = [block for block in ("", *model.regions().blocks) if block in members]  # type: ignore[operator]
-        buckets = {block: self._bucket(block or "root", members[block], table, mesh, shards, replicas) for block in order}
-        for bucket in buckets.values():
-            for name, master in bucket.masters.items():
-                layout = table[name].layout
-                assert layout is not None
-                table.fill(name, layout.local(table.rank_in(layout)), master)
+        """Cut each bucket by its placement over its axes; fill the shards; replace the model's parameters; install the hooks."""
+        config, table.mesh = self.config, mesh
         modules = dict(model.named_modules(remove_duplicate=False))
-        for bucket in buckets.values():
+        names = [name for name, module in modules.items() if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))]
+        blocks = list(model.regions().blocks)  # type: ignore[operator]
+        specs = assign(config, table.values(), blocks, names, table.compute, table.reduce)
+        lanes, groups = Lanes(mesh.device), self._groups(specs, mesh)
+        is_split = config.master == "split"
+        if is_split:
+            _check_split(table, specs)
+        loads: dict[tuple[str, ...], list[float]] = {}
+        buckets = []
+        for spec in specs:
+            placement: Placement = self._plugins.build(spec.placement)
+            mine = groups[spec.axes, spec.replicas]
+            if hasattr(placement, "partition_balanced"):
+                placement = BalancedPlacement(placement, loads.setdefault(spec.axes, [0.0] * mine.gather.size))
+            buckets.append(Bucket(spec, placement, table, mesh, mine, lanes, is_split, config.owners))
+        for bucket in buckets:
             for info in bucket.infos:
                 for alias in (info.name, *info.aliases):
                     owner, _, attribute = alias.rpartition(".")
                     setattr(modules[owner], attribute, bucket.whole[info.name])
         materialise_buffers(model, mesh.device, table.seed)
         # Also a meeting: no rank gathers before every rank's shards are filled.
-        comm.agree([bucket.facts() for bucket in buckets.values()], "the bucket plan")
-        return FlexShardModel(model, table, {modules[block]: bucket for block, bucket in buckets.items()}, self.config.reshard == "always")
+        comm.agree([bucket.facts() for bucket in buckets], "the bucket plan")
+        return FlexShardModel(model, table, buckets, config, lanes, comm)
 
-    def _bucket(
-        self, name: str, infos: list[ParameterInfo], table: ParameterTable, mesh: Mesh, shards: Communicator, replicas: Communicator
-    ) -> Bucket:
-        steps: list[Any] = [("dp_replicate", replicas.size, "replicate"), ("dp_shard", shards.size, self.placement)]
-        layouts = build_layouts([Member(info.name, info.shape, table.dtype) for info in infos], [step for step in steps if step[1] > 1])
-        for info in infos:
-            info.layout, info.bucket = layouts[info.name], name
-        return Bucket(name, infos, table, shards, replicas, self.config.debug)
+    def _groups(self, specs: Sequence[BucketSpec], mesh: Mesh) -> dict[tuple[tuple[str, ...], tuple[str, ...]], Groups]:
+        """The groups for each combination of axes. Every rank makes them in the same order."""
+        transport = None if self.config.transport is None else self._plugins.build(self.config.transport)
+        found: dict[Any, Groups] = {}
+        gathers: dict[tuple[str, ...], tuple[Communicator, Communicator]] = {}
+        for spec in specs:
+            if spec.axes not in gathers:
+                shards = mesh.comm(*spec.axes)
+                alone = shards.size == 1
+                gathers[spec.axes] = (shards if alone else shards.duplicate("gather", transport)), (
+                    shards if alone else shards.duplicate("reduce")
+                )
+            gather, reduce = gathers[spec.axes]
+            if (spec.axes, spec.replicas) not in found:
+                found[spec.axes, spec.replicas] = Groups(gather, reduce, mesh.comm(*spec.replicas))
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Buckets that are updated together, and their trained parameters."""
+
+    buckets: tuple[Bucket, ...]
+    names: tuple[str, ...]
 
 
 class FlexShardModel:
-    """See `intarsia.contracts.ShardedModel`."""
+    """See `intarsia.contracts.ShardedModel`; beyond it the lifecycle that a schedule drives (`drive`, `unshard`, `reshard`, `reduce`, `finalise`). Stability: provisional."""
 
-    def __init__(self, model: nn.Module, table: ParameterTable, buckets: dict[nn.Module, Bucket], reshard: bool) -> None:
-        self._model, self._buckets, self._reshard = model, buckets, reshard
-        self._last, self._epoch = True, 0
-        masters = {name: master for bucket in buckets.values() for name, master in bucket.masters.items()}
+    def __init__(
+        self, model: nn.Module, table: ParameterTable, buckets: list[Bucket], config: FlexShardConfig, lanes: Lanes, comm: Communicator
+    ) -> None:
+        self.buckets, self.lanes = buckets, lanes
+        self._model, self._config, self._comm = model, config, comm
+        self._by_name = {bucket.name: bucket for bucket in buckets}
+        self._reshard, self._poison, self._driven = True, config.debug, True
+        self._last, self._any_unsynced, self._epoch = True, False, 0
+        self._depth = max((bucket.spec.prefetch for bucket in buckets), default=0)
+        self._wanted_depth = self._depth
+        self._is_stale, self._fence_due = True, True
+        self._pending: list[Reduction] = []
+        self.self_contained = False
+        self.measure_host, self.host_seconds, self.host_buckets = False, 0.0, 0
+        self._order = [bucket for bucket in buckets if not bucket.is_alias]
+        self._place = {bucket.name: place for place, bucket in enumerate(self._order)}
+        self._make_memory()
+        self._gathers = list(dict.fromkeys(bucket.groups.gather for bucket in buckets))
+        masters = {name: master for bucket in buckets for name, master in bucket.masters.items()}
         self._parameters = {name: masters[name] for name in table}
-        for module, bucket in buckets.items():
-            for member, (info, parameter) in enumerate(zip(bucket.infos, bucket.whole.values(), strict=True)):
-                if info.trainable:
-                    parameter.register_post_accumulate_grad_hook(_taker(bucket, member))
-            module.register_forward_pre_hook(self._before_forward(bucket, module is model), with_kwargs=True)
-            module.register_forward_hook(self._after_forward(bucket, module is model), with_kwargs=True)
+        self._phases = self._plan_update()
+        self._modules = self._install()
+
+    # ------------------------------------------------------------ build
+
+    def _make_memory(self) -> None:
+        """Rings for whole parameters, and two buffers in which gradients are packed."""
+        device = self._comm.device if not self.buckets else self.buckets[0].groups.gather.device
+        turns = [bucket for bucket in self._order if not self._is_kept(bucket)]
+        places = [self._place[bucket.name] for bucket in turns]
+        keys = {id(bucket.groups.gather): number for number, bucket in enumerate(turns)}
+        for members in group([(bucket.payload.whole_bytes, keys[id(bucket.groups.gather)]) for bucket in turns]):
+            ring = [turns[member] for member in members]
+            window = 1 + max(max(self._depth, bucket.spec.keep) for bucket in ring)
+            make_slots(ring, slots_needed([places[member] for member in members], window), device, self.lanes.event)
+        for bucket in self._order:
+            if self._is_kept(bucket):
+                make_slots([bucket], 1, device, self.lanes.event)
+        reductions = [bucket.reduction for bucket in self.buckets if bucket.reduction is not None]
+        size = max((reduction.narrow_pack_bytes for reduction in reductions), default=0)
+        packs = [self._make_pack(size) for _ in range(min(2, len(reductions)))]
+        for number, reduction in enumerate(reductions):
+            reduction.pack = packs[number % 2]
+
+    def _make_pack(self, size: int) -> Pack:
+        device = self.buckets[0].groups.gather.device
+        # Zeros: between members there may be gaps, which are summed with the rest.
+        return Pack(torch.zeros(size, dtype=torch.uint8, device=device), torch.empty(size, dtype=torch.uint8, device=device), None)
+
+    def _grow_pack(self, pack: Pack | None, size: int) -> Pack:
+        """A larger pack for everybody who used `pack`. What used it is complete first."""
+        if pack is not None and pack.user is not None:
+            pack.user.complete()
+        larger = self._make_pack(size)
+        for bucket in self.buckets:
+            if bucket.reduction is not None and bucket.reduction.pack is pack:
+                bucket.reduction.use(larger)
+        return larger
+
+    @staticmethod
+    def _is_kept(bucket: Bucket) -> bool:
+        return bucket.spec.reshard == "never" or bucket.spec.is_root
+
+    def _plan_update(self) -> list[Phase]:
+        """The last half first, while the first buckets' reductions end; then what the next step needs first, so that its gathers run under the rest."""
+        first = self._order[: self._depth + 1]
+        early = [bucket for bucket in self.buckets if bucket in first or self._is_kept(bucket)]
+        others = [bucket for bucket in self.buckets if bucket not in early]
+        half = len(others) // 2
+        phases = []
+        for members in (others[half:], early, others[:half]):
+            names = tuple(info.name for bucket in members for info in bucket.trained)
+            phases.append(Phase(tuple(members), names))
+        return [phase for phase in phases if phase.buckets]
+
+    def _install(self) -> list[tuple[str, nn.Module]]:
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        self._model.register_forward_pre_hook(torch.compiler.disable(lambda module, args: self._begin_pass()))
+        found = []
+        for bucket in self.buckets:
+            for name in bucket.spec.modules:
+                module, is_root = modules[name], name == ""
+                module.register_forward_pre_hook(self._before_forward(bucket, is_root), with_kwargs=True)
+                module.register_forward_hook(self._after_forward(bucket, is_root), with_kwargs=True, always_call=True)
+                found.append((bucket.name, module))
+            # Backward of an embedding reads no weights.
+            bucket.needs_backward = not all(isinstance(modules[name], nn.Embedding) for name in bucket.spec.modules)
+        return found
 
     # ------------------------------------------------------------ the contract
 
@@ -100,94 +202,351 @@ class FlexShardModel:
         """Master shards by canonical name, in the model's order."""
         return self._parameters
 
+    def masters(self) -> Mapping[str, Tensor]:
+        """Master values to save: live storages, or float32 copies where masters are split."""
+        values = {name: value for bucket in self.buckets for name, value in bucket.values().items()}
+        return {name: values[name] for name in self._parameters}
+
+    def load_masters(self, values: Mapping[str, Tensor]) -> None:
+        """Take back what `masters` gave."""
+        for bucket in self.buckets:
+            bucket.take(dict(values))
+
     def set_last_micro_batch(self, last: bool) -> None:
         """Whether buckets are reduced as the next backward pass leaves them."""
         self._last = last
+        self._any_unsynced |= not last
 
-    def finish_gradients(self) -> None:
-        """Reduce what is left, last block first and the root at the end, and release everything."""
-        for bucket in reversed(self._buckets.values()):
-            if bucket.open:
-                bucket.reduce()
-            bucket.entered, bucket.calls = False, 0
-            if self._reshard:
-                bucket.release()
-        self._last = True
+    def finish_gradients(self, wait: bool = True) -> None:
+        """Reduce what is left, the last bucket first, and give everything back. Without `wait` sums may still be under way: `update` waits for what it needs."""
+        for bucket in reversed(self.buckets):
+            if bucket.reduction is not None and (bucket.open or bucket.reduction.has_gradients()):
+                self._reduce(bucket)
+            bucket.open = True
+            bucket.entered, bucket.calls, bucket.inside = False, 0, 0
+            if self._poison and not self._is_kept(bucket):
+                bucket.free(True)
+        if wait:
+            self._complete_all()
+        self._last, self._any_unsynced = True, False
+
+    finalise = finish_gradients
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""
-        for bucket in self._buckets.values():
-            bucket.forget()
+        for bucket in self.buckets:
+            if bucket.reduction is not None:
+                bucket.reduction.forget()
+            bucket.open = True
+        self._pending.clear()
+        self._any_unsynced = False
+
+    @torch.no_grad()
+    def update(self, optimizer: Optimizer, factor: Any) -> None:
+        """Let the optimizer update the masters, bucket by bucket as their sums arrive, and start the next step's first gathers under the rest of it."""
+        self._fence()
+        self._drop_gathered()
+        if self.lanes.on_device and any(bucket.is_offloaded for bucket in self.buckets):
+            self.lanes.gather.synchronize()  # The host is about to write what it copies from.
+        started = False
+        for phase in self._phases:
+            for bucket in phase.buckets:
+                if bucket.reduction is not None:
+                    bucket.reduction.complete()
+            if phase.names:
+                optimizer.step(factor, phase.names)
+            for bucket in phase.buckets:
+                bucket.payload.encode()
+            if not started and self._order and self._order[0] in phase.buckets:
+                started = True
+                self._is_stale = False
+                self._fence()
+                for bucket in dict.fromkeys([*self._order[: self._depth + 1], *filter(self._is_kept, self._order)]):
+                    if bucket.slot is not None and bucket.slot.resident is None:
+                        bucket.launch()
+        self._pending.clear()
+        self._is_stale, self._fence_due = not started, True
+        self._change_depth()
+        if self.self_contained:
+            self._fence()
+            self.lanes.join()
+            self._forget_events()
 
     def after_update(self) -> None:
-        """The masters have changed: what was gathered from them is released."""
-        self._epoch += 1
-        for bucket in self._buckets.values():
-            bucket.release()
+        """The masters have changed: what was gathered from them is given back."""
+        self._drop_gathered()
+        self._is_stale = self._fence_due = True
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The module of each bucket by the bucket's name."""
-        for module, bucket in self._buckets.items():
-            yield bucket.name, module
+        """The modules that drive buckets, by the bucket's name."""
+        yield from self._modules
+
+    # ------------------------------------------------------------ the lifecycle, for schedules
+
+    def drive(self, driver: str) -> None:
+        """Who decides when buckets move: hooks (module calls and their backward), or schedule (only the calls below)."""
+        if driver not in ("hooks", "schedule"):
+            raise UsageError(f"A bucket is driven by hooks or by a schedule, not by {driver!r}. {did_you_mean(driver, ('hooks', 'schedule'))}")
+        self._driven = driver == "hooks"
+
+    def unshard(self, name: str, wait: bool = True) -> None:
+        """Gather a bucket by its name; without `wait` only begin to."""
+        bucket = self._bucket(name)
+        self._launch(bucket)
+        if wait:
+            bucket.settle()
+
+    def reshard(self, name: str) -> None:
+        """A bucket's memory may be used for others."""
+        bucket = self._bucket(name)
+        bucket.entered, bucket.inside = False, 0
+        bucket.free(self._poison)
+
+    def reduce(self, name: str) -> None:
+        """Begin to sum a bucket's gradients over the ranks, those of earlier unsynchronised micro-batches included."""
+        bucket = self._bucket(name)
+        if bucket.reduction is not None:
+            self._reduce(bucket)
+
+    def set_reshard(self, reshard: bool) -> None:
+        """Whether buckets are given back after forward and backward (those that the recipe lets); False keeps a bucket in its slot until another needs it."""
+        self._reshard = reshard
+
+    def set_prefetch(self, depth: int) -> None:
+        """How many buckets ahead gathers start, from the next step on. Every rank calls it; they agree at the step's border."""
+        if depth < 0:
+            raise UsageError(f"prefetch is {depth}; it must be 0 or more.")
+        self._wanted_depth = depth
+
+    def _bucket(self, name: str) -> Bucket:
+        if name not in self._by_name:
+            raise UsageError(f"There is no bucket {name!r}. {did_you_mean(name, self._by_name)}")
+        return self._by_name[name]
+
+    # ------------------------------------------------------------ gathers
+
+    def _begin_pass(self) -> None:
+        """A forward pass of the model begins."""
+        self.lanes.begin()
+        if self._any_unsynced and not _in_backward():
+            # What no module call has picked up (the root's, an embedding's) is put aside, so that micro-batches are added in the reduction dtype.
+            for bucket in self.buckets:
+                if bucket.reduction is not None and bucket.reduction.has_gradients():
+                    bucket.reduction.accumulate()
+        if self.self_contained:
+            self.lanes.fork()
+
+    def _refresh(self) -> None:
+        """The masters have changed since the last gather."""
+        self._is_stale = False
+        for bucket in self.buckets:
+            bucket.payload.encode()
+
+    def _fence(self) -> None:
+        """Shards are ready to be read by everybody."""
+        self._fence_due = False
+        lanes = self.lanes
+        if lanes.on_device:
+            lanes.gather.wait_stream(lanes.compute)
+        lanes.enter(lanes.gather)
+        for gather in self._gathers:
+            gather.fence("shards are updated")
+        lanes.leave()
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Begin to gather unless it is there."""
+        slot = bucket.slot
+        if slot is None or slot.resident is bucket:
+            return
+        if self._is_stale:
+            self._refresh()
+        if self._fence_due:
+            self._fence()
+        if slot.resident is not None and slot.resident.is_in_use:
+            self._resolve_conflict(bucket, slot.resident)
+        bucket.launch()
+
+    def _resolve_conflict(self, bucket: Bucket, other: Bucket) -> None:
+        """Two buckets of one slot are needed at once."""
+        if _in_backward() or bucket.calls:
+            raise PluginError(
+                f"Buckets {bucket.name!r} and {other.name!r} take turns in one buffer, but both are needed at once: their modules are not run one after the "
+                f"other. Give one of them `reshard=never`, or both `reshard='after {bucket.spec.keep + 1}'`."
+            )
+        logger.warning("Buckets %r and %r are needed at once: %r gets memory of its own.", bucket.name, other.name, bucket.name)
+        make_slots([bucket], 1, bucket.groups.gather.device, self.lanes.event)
+
+    def _prefetch(self, bucket: Bucket, direction: int, further: int = 0) -> None:
+        """Begin to gather what comes next, `further` buckets more than the depth says."""
+        place = self._place.get(bucket.name)
+        if place is None:
+            return
+        for step in range(1, self._depth + further + 1 if self._depth else 1):
+            other = place + direction * step
+            if not 0 <= other < len(self._order):
+                return
+            ahead = self._order[other]
+            assert ahead.slot is not None
+            if ahead.slot.resident is ahead or (direction < 0 and not ahead.needs_backward):
+                continue
+            if ahead.slot.resident is not None and ahead.slot.resident.is_in_use:
+                return
+            self._launch(ahead)
+
+    def _drop_gathered(self) -> None:
+        self._epoch += 1
+        for bucket in self._order:
+            if bucket.is_unsharded:
+                bucket.settle()
+                bucket.free(self._poison)
+                assert bucket.slot is not None
+                bucket.slot.resident = None
+
+    def _change_depth(self) -> None:
+        """At a step's border: another prefetch depth, if the ranks agree."""
+        if self._wanted_depth == self._depth:
+            return
+        self._comm.agree(self._wanted_depth, "the prefetch depth")
+        self._drop_gathered()
+        self._is_stale, self._depth = True, self._wanted_depth
+        self._make_memory()
+        self._phases = self._plan_update()
+
+    def _forget_events(self) -> None:
+        """Everything has been joined: no event of the past needs to be waited for."""
+        for bucket in self._order:
+            bucket.is_flying = False
+            assert bucket.slot is not None
+            bucket.slot.dirty = False
+        for bucket in self.buckets:
+            if bucket.reduction is not None and bucket.reduction.pack is not None:
+                bucket.reduction.pack.dirty, bucket.reduction.pack.user = False, None
+
+    # ------------------------------------------------------------ reductions
+
+    def _reduce(self, bucket: Bucket) -> None:
+        reduction = bucket.reduction
+        assert reduction is not None
+        bucket.open = False
+        if len(self._pending) >= PENDING:
+            self._pending.pop(0).complete()
+        reduction.complete()
+        reduction.start(self._any_unsynced, lambda size: self._grow_pack(reduction.pack, size))
+        self._pending.append(reduction)
+
+    def _complete_all(self) -> None:
+        for reduction in self._pending:
+            reduction.complete()
+        self._pending.clear()
 
     # ------------------------------------------------------------ hooks
 
     def _before_forward(self, bucket: Bucket, is_root: bool) -> Callable[..., None]:
         @torch.compiler.disable
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._driven:
+                return
+            begin = time.perf_counter() if self.measure_host else 0.0
             recomputing = _in_backward()
             if not recomputing:
                 bucket.entered = False
-            bucket.unshard()
-            inputs = (
-                [] if is_root or not torch.is_grad_enabled() else [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
-            )
-            if inputs:
-                # Fires when the gradients of all inputs are known. Autograd runs later operations first, so the block's parameters have theirs by then.
-                torch.autograd.graph.register_multi_grad_hook(inputs, lambda gradients: self._leave(bucket))
-                # A recomputation replaces a call that was counted, or belongs to one that leaves once for each time it is run.
-                bucket.calls += not recomputing
+            self._launch(bucket)
+            bucket.inside += 1
+            bucket.settle()
+            if not recomputing:
+                self._prefetch(bucket, 1)
+            if not is_root and torch.is_grad_enabled():
+                inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+                if inputs:
+                    # Fires when the gradients of all inputs are known. Autograd runs later operations first, so the parameters have theirs by then.
+                    if len(inputs) == 1:
+                        inputs[0].register_hook(lambda gradient: self._leave(bucket))
+                    else:
+                        torch.autograd.graph.register_multi_grad_hook(inputs, lambda gradients: self._leave(bucket))
+                    # A recomputation replaces a call that was counted, or belongs to one that leaves once for each time it is run.
+                    bucket.calls += not recomputing
+            if self.measure_host:
+                self.host_seconds += time.perf_counter() - begin
+                self.host_buckets += 1
 
         return before_forward
 
     def _after_forward(self, bucket: Bucket, is_root: bool) -> Callable[..., None]:
         @torch.compiler.disable
         def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            epoch = self._epoch
-            outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-            for tensor in outputs if torch.is_grad_enabled() else ():
-                tensor.register_hook(lambda gradient: self._enter(bucket, epoch))
-            # An output that hides its tensors could be entered unseen: then the parameters stay.
-            hidden = torch.is_grad_enabled() and not outputs and any(info.trainable for info in bucket.infos)
-            if self._reshard and not (is_root or hidden or bucket.entered):
-                bucket.release()
+            if not self._driven:
+                return
+            begin = time.perf_counter() if self.measure_host else 0.0
+            bucket.inside = max(bucket.inside - 1, 0)
+            hidden = False
+            if torch.is_grad_enabled():
+                epoch = self._epoch
+                outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+                for tensor in outputs:
+                    # Before the operation that made the output, and so after what leaves a module that has this output as its input.
+                    node = tensor.grad_fn
+                    (tensor.register_hook if node is None else node.register_prehook)(lambda gradient: self._enter(bucket, epoch))
+                # An output that hides its tensors could be entered unseen: then the parameters stay.
+                hidden = not outputs and bool(bucket.trained)
+            if hidden:
+                bucket.entered = True
+            elif not (is_root or bucket.entered or bucket.inside or self._is_kept(bucket)) and self._reshard:
+                bucket.free(self._poison)
+            if self.measure_host:
+                self.host_seconds += time.perf_counter() - begin
 
         return after_forward
 
     def _enter(self, bucket: Bucket, epoch: int) -> None:
-        """The backward pass has reached the block's output."""
+        """The backward pass has reached the module's output."""
+        if not self._driven:
+            return
         if epoch != self._epoch:
             raise PluginError(
                 f"Bucket {bucket.name!r}: the parameters were updated between this forward pass and its backward pass, whose gradients would be wrong. "
                 "Run backward before the optimizer steps."
             )
-        bucket.entered = bucket.open = True
-        bucket.unshard()
+        begin = time.perf_counter() if self.measure_host else 0.0
+        bucket.open = True
+        if bucket.needs_backward:
+            self._launch(bucket)
+            bucket.entered = True
+            bucket.settle()
+            self._prefetch(bucket, -1)
+        if self.measure_host:
+            self.host_seconds += time.perf_counter() - begin
 
     def _leave(self, bucket: Bucket) -> None:
         """The backward pass has produced the gradients of one call's inputs."""
         bucket.calls = max(bucket.calls - 1, 0)
-        if bucket.calls:
+        if not self._driven:
             return
+        begin = time.perf_counter() if self.measure_host else 0.0
         bucket.entered = False
-        if self._last and bucket.open:
-            bucket.reduce()
-        if self._reshard:
-            bucket.release()
+        if not self._is_kept(bucket) and self._reshard:
+            bucket.free(self._poison)
+        # The bucket before is there already, and this one's slot is free.
+        self._prefetch(bucket, -1, 1)
+        # Gradients of parameters that several calls share come with the last of them.
+        if bucket.reduction is not None and bucket.open and not bucket.calls:
+            if self._last or self._config.gradients == "sharded":
+                with torch.no_grad():
+                    self._reduce(bucket)
+            else:
+                with torch.no_grad():
+                    bucket.reduction.accumulate()
+        if self.measure_host:
+            self.host_seconds += time.perf_counter() - begin
 
 
-def _taker(bucket: Bucket, member: int) -> Callable[[Tensor], None]:
-    return lambda parameter: bucket.take(member, parameter)
+def _check_split(table: ParameterTable, specs: Sequence[BucketSpec]) -> None:
+    if table.dtype != "float32" or any(spec.compute != "bfloat16" for spec in specs):
+        raise UsageError(
+            f"sharder.master=split keeps float32 masters as bfloat16 and 16 more bits, but precision.master is {table.dtype} and precision.compute "
+            f"{sorted({spec.compute for spec in specs})}. Set precision.master=float32 precision.compute=bfloat16, or sharder.master=float32."
+        )
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise UsageError(f"sharder.master=split needs gradients of another dtype than their tensor's, which torch {torch.__version__} lacks.")
 
 
 def _in_backward() -> bool:

@@ -1,0 +1,52 @@
+"""The streams of a device: one computes, one gathers, one reduces. On a CPU there is one order of things, and nothing to do here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Lanes:
+    """Streams of `device`, and switching between them. On a CPU `on_device` is False, events are None and every method does nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = device.type == "cuda"
+        self.compute: Any = None
+        self.gather: Any = None
+        self.reduce: Any = None
+        if self.on_device:
+            # High priority: what is waited for goes before what waits.
+            self.gather, self.reduce = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+            self.begin()
+
+    def begin(self) -> None:
+        """The current stream is the one that computes; the others follow it from here."""
+        if self.on_device:
+            self.compute = torch.cuda.current_stream()
+
+    def fork(self) -> None:
+        """What is gathered and reduced from now on comes after what was computed so far."""
+        if self.on_device:
+            self.gather.wait_stream(self.compute)
+            self.reduce.wait_stream(self.compute)
+
+    def join(self) -> None:
+        """What is computed from now on comes after everything gathered and reduced so far."""
+        if self.on_device:
+            self.compute.wait_stream(self.gather)
+            self.compute.wait_stream(self.reduce)
+
+    def event(self) -> Any:
+        """A new event, None on a CPU."""
+        return torch.cuda.Event() if self.on_device else None
+
+    def enter(self, stream: Any) -> None:
+        """Work goes to `stream` until `leave`."""
+        if self.on_device:
+            torch.cuda.set_stream(stream)
+
+    def leave(self) -> None:
+        """Work goes to the stream that computes."""
+        if self.on_device:
+            torch.cuda.set_stream(self.compute)

@@ -1,0 +1,296 @@
+"""A bucket's gradients: from what backward leaves on whole parameters to the sum over ranks on the masters' shards.
+
+Gradients are packed once, straight into the buffer that the exchange reads: a contiguous member by one copy, others box by box. They travel in the dtype in which
+they were computed and are added in float32, in the order of the ranks: the sum is that of float32 gradients at half the bytes. Only what was accumulated over
+micro-batches travels in the reduction dtype, in which it was accumulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from intarsia.comm import Communicator
+from intarsia.layout import region_numel, slices
+from torch import Tensor, nn
+
+from intarsia_flexshard.lanes import Lanes
+from intarsia_flexshard.plan import Geometry
+
+
+@dataclasses.dataclass(eq=False)
+class Pack:
+    """A buffer in which gradients are packed, and one for what other ranks send; `read`, if `dirty`, must be waited for before it is filled again."""
+
+    buffer: Tensor
+    scratch: Tensor
+    read: Any
+    dirty: bool = False
+    user: Reduction | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Where a member's gradient goes in the pack: views, and for members that are not contiguous the boxes of the gradient that belong there."""
+
+    views: tuple[Tensor, ...]
+    boxes: tuple[tuple[slice, ...], ...] | None
+
+
+def add_parts(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
+    """out = scale * (parts[0] + parts[1] + ...), added in `out`'s dtype in this order."""
+    out.copy_(parts[0])
+    for part in parts[1:]:
+        out.add_(part)
+    if scale != 1.0:
+        out.mul_(scale)
+
+
+@functools.cache
+def best_add_parts(device_type: str) -> Callable[[Sequence[Tensor], Tensor, float], None]:
+    """The fused sum where its kernels are installed and can run, else `add_parts`."""
+    if device_type == "cuda" and importlib.util.find_spec("intarsia_kernels_optimizer") and importlib.util.find_spec("triton"):
+        from intarsia_kernels_optimizer.sum import add_parts as fused
+
+        return fused
+    return add_parts
+
+
+class Reduction:
+    """The gradients of one bucket's trained members.
+
+    `parameters` are the whole ones, `masters` those that get `.grad`; both in the order of `geometry`. `shards` is the group that exchanges (None where nothing is
+    cut), `copies` are groups over which the result is summed afterwards. `narrow` is the dtype of computed gradients, `wide` that of accumulated
+    ones, `dtype` that of the masters' gradients. `host` asks for gradients in the host's pinned memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[nn.Parameter],
+        masters: Sequence[nn.Parameter],
+        geometry: Geometry,
+        index: int,
+        shards: Communicator | None,
+        copies: Sequence[Communicator],
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+        scale: float,
+        lanes: Lanes,
+        host: bool = False,
+    ) -> None:
+        self.name, self.parameters, self.masters, self.geometry = name, list(parameters), list(masters), geometry
+        self._shards, self._copies, self._lanes, self._host = shards, [group for group in copies if group.size > 1], lanes, host
+        self.narrow, self.wide, self._dtype = dtypes
+        self._combine = functools.partial(_combined, best_add_parts(parameters[0].device.type), scale)
+        self._count = geometry.counts[index]
+        sizes, self._shapes = _parts_of(geometry, index, self.masters)
+        self._split = sizes
+        # A bucket of one parameter that lies there as its gradient does is sent without being packed.
+        self._is_bare = len(self.parameters) == 1 and geometry.starts[0] == 0 and geometry.total == geometry.elements
+        self._accumulated: list[Tensor | None] = [None] * len(self.parameters)
+        self._targets: dict[torch.dtype, list[Target]] = {}
+        self._prepared: dict[torch.dtype, Any] = {}
+        self.pack: Pack | None = None
+        self.done = lanes.event()
+        self._packed = lanes.event()
+        self._result: Tensor | None = None
+        self._total: Tensor | None = None
+        self._running: Any = None
+        self._kept: tuple[Any, ...] = ()
+        self.is_waiting = False
+
+    @property
+    def pack_bytes(self) -> int:
+        """Bytes of a pack buffer that fits all dtypes; 0 where gradients are sent as they are."""
+        width = max(self.narrow.itemsize, self.wide.itemsize)
+        return 0 if self._is_bare and self.narrow == self.wide else self.geometry.total * width
+
+    @property
+    def narrow_pack_bytes(self) -> int:
+        """Bytes of a pack buffer for computed gradients; 0 where they are sent as they are."""
+        return 0 if self._is_bare else self.geometry.total * self.narrow.itemsize
+
+    def has_gradients(self) -> bool:
+        """Whether backward has left something on the whole parameters."""
+        return any(parameter.grad is not None for parameter in self.parameters)
+
+    # ------------------------------------------------------------ a step
+
+    def accumulate(self) -> None:
+        """Put what backward has left aside: the first is kept (in the reduction dtype), later ones are added."""
+        for index, parameter in enumerate(self.parameters):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            before = self._accumulated[index]
+            if before is None:
+                self._accumulated[index] = gradient.to(self.wide)
+            else:
+                before.add_(gradient)
+
+    def start(self, is_wide: bool, fresh_pack: Callable[[int], Pack]) -> None:
+        """Begin to sum what is there over the ranks. `is_wide`: micro-batches were accumulated in this step (the same on all ranks). `fresh_pack(bytes)` gives a
+        larger buffer where the bucket's own is too small."""
+        if is_wide and self.narrow != self.wide:
+            self.accumulate()
+        dtype = self.wide if is_wide else self.narrow
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        if any(kept is not None for kept in self._accumulated):
+            gradients = [_sum(kept, gradient) for kept, gradient in zip(self._accumulated, gradients, strict=True)]
+            self._accumulated = [None] * len(self.parameters)
+        lanes = self._lanes
+        bare = gradients[0] if self._is_bare else None
+        if bare is not None and bare.is_contiguous() and bare.dtype == dtype:
+            source, running, pack = bare.view(-1), self._prepare(bare.view(-1), None), None
+        else:
+            pack = self.pack
+            if pack is None or pack.buffer.numel() < self.geometry.total * dtype.itemsize:
+                pack = self.use(fresh_pack(self.geometry.total * dtype.itemsize))
+            if pack.user is not None and pack.user is not self:
+                pack.user.complete()
+            if pack.dirty:
+                lanes.compute.wait_event(pack.read)
+            source, running = self._fill(pack, dtype, gradients)
+            pack.user, pack.dirty = self, lanes.on_device
+        self._kept = (source, gradients if pack is None else None)
+        self._result = torch.empty(self._count, dtype=self._dtype, device=source.device)
+        self._running = running
+        if lanes.on_device:
+            self._packed.record(lanes.compute)
+            lanes.reduce.wait_event(self._packed)
+            lanes.enter(lanes.reduce)
+            running.start(self._result)
+            self._afterwards()
+            self.done.record(lanes.reduce)
+            if pack is not None:
+                pack.read = self.done
+            lanes.leave()
+            self._attach()
+        else:
+            running.start(self._result)
+        self.is_waiting = True
+
+    def complete(self) -> None:
+        """Whatever is computed from now on comes after the sum, and the masters have their `.grad`."""
+        if not self.is_waiting:
+            return
+        self.is_waiting = False
+        if self._lanes.on_device:
+            self._lanes.compute.wait_event(self.done)
+            if self._host:
+                self.done.synchronize()
+        else:
+            self._running.wait()
+            self._afterwards()
+            self._attach()
+        self._kept, self._running, self._result = (), None, None
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        self.complete()
+        self._total = None
+        self._accumulated = [None] * len(self.parameters)
+        for parameter in (*self.masters, *self.parameters):
+            parameter.grad = None
+
+    # ------------------------------------------------------------ private
+
+    def use(self, pack: Pack) -> Pack:
+        """The bucket packs there from now on."""
+        self.pack, self._targets, self._prepared = pack, {}, {}
+        return pack
+
+    def _fill(self, pack: Pack, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Any]:
+        source = pack.buffer[: self.geometry.total * dtype.itemsize].view(dtype)
+        if dtype not in self._prepared:
+            self._targets[dtype] = [_target(self.geometry, member, source) for member in range(len(self.parameters))]
+            self._prepared[dtype] = self._prepare(source, pack.scratch)
+        into: list[Tensor] = []
+        values: list[Tensor] = []
+        for target, gradient in zip(self._targets[dtype], gradients, strict=True):
+            if gradient is None:
+                torch._foreach_zero_(target.views)
+                continue
+            into += target.views
+            values += [gradient] if target.boxes is None else [gradient[box] for box in target.boxes]
+        if into:
+            torch._foreach_copy_(into, values)
+        return source, self._prepared[dtype]
+
+    def _prepare(self, source: Tensor, scratch: Tensor | None) -> Any:
+        if self._shards is None:
+            return _Alone(source, self._combine)
+        scratch = None if scratch is None else scratch[: scratch.numel() // source.itemsize * source.itemsize].view(source.dtype)
+        return self._shards.prepare_reduce_scatter(source, self.geometry.counts, f"reduce {self.name}", self._combine, scratch)
+
+    def _afterwards(self) -> None:
+        """What follows the exchange: replicas, and what earlier micro-batches of the step have left."""
+        assert self._result is not None
+        for group in self._copies:
+            group.all_reduce(self._result, "sum", f"reduce {self.name} over replicas")
+        if self._host and self._lanes.on_device:
+            pinned = torch.empty(self._count, dtype=self._dtype, pin_memory=True)
+            self._result = pinned.copy_(self._result, non_blocking=True)
+        if self._total is not None:
+            if self._host and self._lanes.on_device:
+                self.done.record(self._lanes.reduce)
+                self.done.synchronize()
+            self._total.add_(self._result)
+
+    def _attach(self) -> None:
+        if self._total is not None:
+            return
+        assert self._result is not None
+        self._total = self._result
+        parts = torch.split_with_sizes(self._total, self._split)[:: 2]
+        for master, part, shape in zip(self.masters, parts, self._shapes, strict=True):
+            master.grad = part if shape is None else part.view(shape)
+
+
+class _Alone:
+    """A reduction without other ranks to exchange with."""
+
+    def __init__(self, source: Tensor, combine: Callable[[Sequence[Tensor], Tensor], None]) -> None:
+        self._source, self._combine = source, combine
+
+    def start(self, out: Tensor) -> None:
+        """The sum of one part."""
+        self._combine([self._source], out)
+
+    def wait(self) -> None:
+        """It is complete."""
+
+
+def _combined(add: Callable[[Sequence[Tensor], Tensor, float], None], scale: float, parts: Sequence[Tensor], out: Tensor) -> None:
+    add(parts, out, scale)
+
+
+def _sum(kept: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if kept is None or gradient is None:
+        return gradient if kept is None else kept
+    return kept.add_(gradient)
+
+
+def _parts_of(geometry: Geometry, index: int, masters: Sequence[nn.Parameter]) -> tuple[list[int], list[tuple[int, ...] | None]]:
+    """Sizes that split a shard into [part, gap, part, gap ...], and the shape of each part where it is not 1-D."""
+    offsets, sizes = [*geometry.offsets[index], geometry.counts[index]], []
+    for member, region in enumerate(geometry.regions[index]):
+        numel = region_numel(region)
+        sizes += [numel, offsets[member + 1] - offsets[member] - numel]
+    return sizes, [None if master.dim() == 1 else tuple(master.shape) for master in masters]
+
+
+def _target(geometry: Geometry, member: int, pack: Tensor) -> Target:
+    shape, start = geometry.shapes[member], geometry.starts[member]
+    if start is not None:
+        return Target((pack[start : start + math.prod(shape)].view(shape),), None)
+    pieces = geometry.pieces(member)
+    views = tuple(pack[piece.offset : piece.offset + piece.box.numel].view(piece.box.size) for piece in pieces)
+    return Target(views, tuple(slices(piece.box) for piece in pieces))

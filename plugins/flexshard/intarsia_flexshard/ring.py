@@ -1,0 +1,65 @@
+"""Memory for whole parameters that buckets take turns in.
+
+A bucket lives in the same slot for ever, so that its parameters are permanent views: nothing is allocated, resized or re-pointed in a step, compiled code finds the
+tensors that it was compiled for, and a step can be captured. What a bucket leaves behind stays readable until the next one of its slot is gathered, which is why
+the last blocks of the forward pass need no second gather.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from intarsia_flexshard.bucket import Bucket
+
+# Buckets share a ring if the largest is at most this many times the smallest.
+SIMILAR = 1.5
+
+
+@dataclasses.dataclass(eq=False)
+class Slot:
+    """One buffer. `resident` is the bucket whose parameters are in it or on their way; `freed`, if `dirty`, must be waited for before it is filled again."""
+
+    buffer: Tensor
+    staging: Tensor
+    freed: Any
+    resident: Bucket | None = None
+    dirty: bool = False
+
+
+def group(order: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Which buckets share a ring: lists of positions. `order` has for each bucket, in execution order, its bytes and a key that they must share."""
+    rings: list[list[int]] = []
+    for position in sorted(range(len(order)), key=lambda index: (-order[index][0], index)):
+        fitting = [ring for ring in rings if order[ring[0]][1] == order[position][1] and order[ring[0]][0] <= SIMILAR * order[position][0]]
+        if fitting:
+            fitting[0].append(position)
+        else:
+            rings.append([position])
+    return [sorted(ring) for ring in rings]
+
+
+def slots_needed(ring: Sequence[int], window: int) -> int:
+    """Buffers of a ring with buckets at these places of the execution order, `window` neighbours of which are alive at a time."""
+    return max(sum(first <= other < first + window for other in ring) for first in ring)
+
+
+def make_slots(buckets: Sequence[Bucket], count: int, device: torch.device, event: Any) -> list[Slot]:
+    """`count` buffers, each as large as the largest of `buckets` needs; the n-th bucket lives in the n-th, counted round."""
+    sizes = [max(getattr(bucket.payload, name) for bucket in buckets) for name in ("whole_bytes", "staged_bytes")]
+    whole, staged = (math.ceil(size / 512) * 512 for size in sizes)
+    # On a device the gathering stream orders all uses of one staging buffer; on a CPU gathers of several slots run at once.
+    shared = torch.empty(staged, dtype=torch.uint8, device=device)
+    slots = []
+    for number in range(count):
+        staging = shared if device.type != "cpu" or number == 0 else torch.empty_like(shared)
+        slots.append(Slot(torch.empty(whole, dtype=torch.uint8, device=device), staging, event()))
+    for number, bucket in enumerate(buckets):
+        bucket.move_to(slots[number % count])
+    return slots
