@@ -1,0 +1,134 @@
+"""Symmetric products by tiles in Triton, and the mirror that vendor products need. B matrices, M rows and columns, K summed.
+
+    C = alpha X Y^T + beta S + gamma I,  C known to be symmetric
+
+A program computes one tile that touches the lower triangle and stores it twice, the second time transposed: column block j (of `columns`) pairs with row
+block i (of 128) where j <= i // (columns / 128); the blocks on the diagonal hold both of their halves themselves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+ROWS, DEPTH = 128, 64
+MIRRORED = 64
+"""Rows and columns of a program of the mirror."""
+
+
+@triton.jit
+def _product(
+    x,
+    y,
+    s,
+    c,
+    c_mirrored,
+    rows,
+    tiles,
+    alpha,
+    beta,
+    gamma,
+    SUMMED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ADDEND: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    RATIO: tl.constexpr = BLOCK_COLUMNS // BLOCK_ROWS
+    batch = tl.program_id(0) // tiles
+    t = tl.program_id(0) % tiles
+    pair = t // RATIO
+    r = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    r = tl.where((r + 1) * (r + 2) // 2 <= pair, r + 1, r)  # The root is a float32.
+    r = tl.where(r * (r + 1) // 2 > pair, r - 1, r)
+    j = pair - r * (r + 1) // 2
+    row = (RATIO * r + t % RATIO) * BLOCK_ROWS
+    column = j * BLOCK_COLUMNS
+    sums = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for k in range(0, SUMMED, BLOCK_DEPTH):
+        if TRANSPOSED:
+            sums = tl.dot(x.load([batch * SUMMED + k, row]).T, y.load([batch * SUMMED + k, column]), sums)
+        else:
+            sums = tl.dot(x.load([batch * rows + row, k]), y.load([batch * rows + column, k]).T, sums)
+    sums = sums * alpha
+    if ADDEND:
+        sums += beta * s.load([batch * rows + row, column]).to(tl.float32)
+    if IDENTITY:
+        at_row = row + tl.arange(0, BLOCK_ROWS)
+        at_column = column + tl.arange(0, BLOCK_COLUMNS)
+        sums += tl.where(at_row[:, None] == at_column[None, :], gamma, 0.0)
+    out = sums.to(c.dtype)
+    c.store([batch * rows + row, column], out)
+    if j < r:
+        c_mirrored.store([batch * rows + column, row], out.T)
+
+
+@triton.jit
+def _mirror(c, rows, BAND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK
+    column = tl.program_id(1) * BLOCK
+    if column // BAND < row // BAND:
+        c += tl.program_id(2).to(tl.int64) * rows * rows
+        along = tl.arange(0, BLOCK)
+        block = tl.load(c + (row + along)[:, None] * rows + (column + along)[None, :])
+        tl.store(c + (column + along)[:, None] * rows + (row + along)[None, :], block.T)
+
+
+def product(
+    x: Tensor,
+    y: Tensor,
+    out_BMM: Tensor,
+    transposed: bool,
+    alpha: float,
+    addend_BMM: Tensor | None,
+    beta: float,
+    gamma: float,
+    *,
+    columns: int,
+    stages: int,
+    warps: int,
+) -> None:
+    """As `reference.symmetric_product`, for contiguous float16 or bfloat16 tensors with M a multiple of `columns` and K of 64."""
+    batch, rows = out_BMM.shape[0], out_BMM.shape[-1]
+    depth = x.shape[1] if transposed else x.shape[2]
+    blocks = rows // columns
+    tiles = blocks * (blocks + 1) // 2 * (columns // ROWS)
+    operand = [DEPTH, ROWS] if transposed else [ROWS, DEPTH]
+    other = [DEPTH, columns] if transposed else [columns, DEPTH]
+    out = _descriptor(out_BMM, [ROWS, columns])
+    _product[(tiles * batch,)](
+        _descriptor(x, operand),
+        _descriptor(y, other),
+        out if addend_BMM is None else _descriptor(addend_BMM, [ROWS, columns]),
+        out,
+        _descriptor(out_BMM, [columns, ROWS]),
+        rows,
+        tiles,
+        alpha,
+        beta,
+        gamma,
+        SUMMED=depth,
+        TRANSPOSED=transposed,
+        ADDEND=addend_BMM is not None,
+        IDENTITY=gamma != 0.0,
+        BLOCK_ROWS=ROWS,
+        BLOCK_COLUMNS=columns,
+        BLOCK_DEPTH=DEPTH,
+        num_stages=stages,
+        num_warps=warps,
+    )
+
+
+def mirror(matrices_BMM: Tensor, band: int) -> None:
+    """Copy what lies left of each diagonal block of `band` rows above the diagonal, transposed, in place. M and `band` are multiples of 64."""
+    batch, rows = matrices_BMM.shape[0], matrices_BMM.shape[-1]
+    _mirror[(rows // MIRRORED, rows // MIRRORED, batch)](matrices_BMM, rows, BAND=band, BLOCK=MIRRORED, num_warps=4)
+
+
+def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    """A view of [B, rows, columns] as one matrix, read or written in blocks."""
+    return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), block)
