@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from intarsia_testing.parity import ParityTests
     from intarsia_testing.placement import PlacementConformance
     from intarsia_testing.storage import StorageConformance
+    from intarsia_testing.transport import TransportConformance
 
 __version__ = "0.1.0.dev0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "ParityTests",
     "PlacementConformance",
     "StorageConformance",
+    "TransportConformance",
 ]
 
 _MODULES = {
@@ -51,6 +53,7 @@ _MODULES = {
     "ParityTests": "parity",
     "PlacementConformance": "placement",
     "StorageConformance": "storage",
+    "TransportConformance": "transport",
 }
 
 

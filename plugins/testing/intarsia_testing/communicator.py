@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from intarsia.comm import Communicator, ReduceOp
+from intarsia.contracts import Transport
 from torch import Tensor
 
 Result = TypeVar("Result")
@@ -42,6 +43,13 @@ class ThreadCommunicator(Communicator):
         mine = next(list(group) for group in groups if self.rank in group)
         worlds = self.world.swap(self.rank, ThreadWorld(len(mine)))
         return ThreadCommunicator(worlds[mine[0]], mine.index(self.rank), name)
+
+    def duplicate(self, name: str, transport: Transport | None = None) -> Communicator:
+        made = super().duplicate(name)
+        if transport is not None and self.size > 1:
+            transport.check(made)
+            made.transport = transport
+        return made
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         stacked = torch.stack(self.world.swap(self.rank, tensor.clone()))

@@ -9,7 +9,7 @@ from typing import Any
 
 from intarsia.errors import UsageError
 from intarsia.layout import Box, Layout, Region, check_cover, region_numel, region_parts, slices
-from intarsia.transfer import Move, Transfer
+from intarsia_transfer import Move, Transfer
 
 
 def pack(full: Any, region: Region, local: Any) -> None:

@@ -23,7 +23,7 @@ from intarsia.contracts import Box, Member, Partition, Placement, Region
 from intarsia.errors import UsageError
 from intarsia.layout import Layout, build_layouts, range_boxes, slices
 from intarsia.plugins import current
-from intarsia.transfer import Transfer, transfer
+from intarsia_transfer import Transfer, transfer
 
 from intarsia_testing.base import Conformance
 from intarsia_testing.layout import layout_from_json, pack, unpack

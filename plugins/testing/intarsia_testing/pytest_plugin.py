@@ -30,6 +30,8 @@ pytest.register_assert_rewrite(
             "parity",
             "placement",
             "storage",
+            "transport",
+            "transport_promises",
         )
     )
 )
