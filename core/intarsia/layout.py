@@ -1,7 +1,7 @@
 """How a tensor is spread over the ranks of named mesh axes, as pure integers. Torch-free.
 
 A placement cuts a bucket of members over the ranks of one axis (`intarsia.contracts.Placement`). A `Layout` composes such cuts, replication
-and pending reductions for one tensor; `build_layouts` does that for a bucket. `intarsia.transfer` moves data between two layouts.
+and pending reductions for one tensor; `build_layouts` does that for a bucket. `intarsia_transfer` moves data between two layouts.
 
 Words used here: the *pieces* of a tensor are its parts by the coordinates of the cut axes alone, numbered row-major over those axes;
 ranks that differ only along other axes hold the same piece.

@@ -173,7 +173,7 @@ def test_the_kit_itself_notices_lost_elements_and_wrong_order(monkeypatch: pytes
         with pytest.raises(pytest.fail.Exception, match=r"promise `reconstruct\(partition\(x\)\) = x` is broken"):
             Kit().test_reconstruct_is_identity()
     with monkeypatch.context() as patch:
-        patch.setattr("intarsia.transfer.slices", lambda box, origin: tuple(slice(0, n) for n in box.size) or (Ellipsis,))
+        patch.setattr("intarsia_transfer.plan.slices", lambda box, origin: tuple(slice(0, n) for n in box.size) or (Ellipsis,))
         with pytest.raises(pytest.fail.Exception, match="promise `converts to any other placement` is broken"):
             Kit().test_converts_to_every_installed_placement()
 

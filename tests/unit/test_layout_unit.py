@@ -27,11 +27,11 @@ from intarsia.layout import (
     slices,
     whole_region,
 )
-from intarsia.transfer import transfer
 from intarsia_flexshard.plan import make_geometry
 from intarsia_placements import block, column, flat, mixed, owned, replicate, row
 from intarsia_placements.config import Block, Column, Flat, Mixed, MixedRule, Owned, Replicate, Row
 from intarsia_testing.layout import box_runs, layout_from_json, pack, simulate, unpack
+from intarsia_transfer import transfer
 
 ROW, COLUMN, FLAT, OWNED = row.build(Row()), column.build(Column()), flat.build(Flat(unit=1)), owned.build(Owned())
 BLOCK, REPLICATE = block.build(Block(tile=(2, 2))), replicate.build(Replicate())
@@ -501,5 +501,5 @@ def test_a_405b_model_is_laid_out() -> None:
 
 
 def test_layouts_import_neither_torch_nor_numpy() -> None:
-    code = "import sys, intarsia.layout, intarsia.transfer, intarsia_placements.plugin; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, intarsia.layout, intarsia_transfer, intarsia_placements.plugin; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

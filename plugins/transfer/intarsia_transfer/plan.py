@@ -105,6 +105,7 @@ class Transfer:
         self._source_index, self._destination_index = _Index(src), _Index(dst)
         self._reduction: MoveOp = src.pending[0][1] if src.pending else "copy"  # type: ignore[assignment]
         self._replicas = math.prod(size for (_, size), kind in zip(src.axes, src.kinds, strict=True) if kind == "replicate")
+        self._moves: dict[int, tuple[list[Move], list[Move]]] = {}
         self._sources: dict[tuple[int, int], list[int]] = {}
         for rank in range(src.ranks):
             key = (src.index_along(rank, "cut"), src.index_along(rank, "replicate"))
@@ -146,6 +147,12 @@ class Transfer:
                         op = self._reduction if rank != sources[0] else "copy"
                         moves.append(Move(rank, destination, op, common, origin.box, origin.offset, target.box, target.offset))
         return sorted(moves, key=lambda move: (move.destination, move.destination_offset, move.source_offset))
+
+    def moves(self, rank: int) -> tuple[list[Move], list[Move]]:
+        """(sends, receives) of `rank`, worked out once: for plans that are run again and again."""
+        if rank not in self._moves:
+            self._moves[rank] = (self.sends(rank), self.receives(rank))
+        return self._moves[rank]
 
     def counts(self, rank: int) -> tuple[list[int], list[int]]:
         """Elements that `rank` sends to and receives from each rank over the wire; 0 for itself."""
