@@ -19,3 +19,15 @@ def offer_sharders() -> list[Entry]:
             doc="Parameters as shards in buckets, cut by any placement; float32 masters with other compute dtypes.",
         )
     ]
+
+
+@hookimpl
+def offer_commands() -> list[Entry]:
+    """What buckets take and move."""
+    return [
+        Entry(
+            name="plan",
+            target="intarsia_flexshard.plan_command:command",
+            doc="Bytes by rank and bucket, and what a step moves, on any number of processes.",
+        )
+    ]

@@ -1,0 +1,201 @@
+"""What FlexShard takes and moves, from geometries alone. Pure integers, torch-free.
+
+All numbers are bytes unless they are called elements or parts. What differs between the ranks of a bucket's group is a tuple over them. The rules are those of the
+runtime: whole parameters live in rings whose slots buckets share, gradients are packed into two buffers, computed gradients travel in the compute dtype and
+accumulated ones in the reduction dtype, and a bucket that is still in its slot is not gathered again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from intarsia.layout import DTYPE_BYTES, region_numel
+
+from intarsia_flexshard.assign import BucketSpec
+from intarsia_flexshard.plan import Geometry
+
+# Buffers for packed gradients, each with one for what arrives.
+PACKS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The optimizer state of one parameter: bytes for each element that a rank holds, and bytes for a parameter of which it holds any."""
+
+    element: float
+    parameter: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What holds for all buckets. `slots` by parameter; None: unknown. `micro_batches` are those of one rank in a step."""
+
+    master: str = "float32"
+    is_split: bool = False
+    is_sharded_accumulation: bool = False
+    micro_batches: int = 1
+    slots: Mapping[str, Slots] | None = None
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether whole gradients wait for the last micro-batch."""
+        return self.micro_batches > 1 and not self.is_sharded_accumulation
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketBytes:
+    """One bucket. `pack` is where its gradients are packed, `received` where those of other ranks arrive; `gather` and `reduce` are what a rank receives in one of them, `replicas` what it receives in the sum over replicas and uncut shards."""
+
+    spec: BucketSpec
+    is_cut: bool
+    elements: int
+    held: tuple[int, ...]
+    counts: tuple[int, ...]
+    masters: tuple[int, ...]
+    cast: tuple[int, ...]
+    gradients: tuple[int, ...]
+    slots: tuple[int, ...] | None
+    accumulated: int
+    whole: int
+    staged: int
+    pack: int
+    received: tuple[int, ...]
+    gather: tuple[int, ...]
+    reduce: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether the shard is the whole parameter, and nothing is moved."""
+        return self.whole == 0
+
+    @property
+    def imbalance(self) -> float:
+        """The most elements that a rank holds, in parts of what even shares would be."""
+        return max(self.held) * len(self.held) / sum(self.held) if sum(self.held) else 1.0
+
+    @property
+    def padding(self) -> float:
+        """What of the gathered buffer is no parameter, in parts of it."""
+        return 1.0 - sum(self.held) / sum(self.counts) if sum(self.counts) else 0.0
+
+
+def measure(
+    spec: BucketSpec, geometry: Geometry, reduction: Geometry, is_cut: bool, replicas: Sequence[int], settings: Settings
+) -> BucketBytes:
+    """The numbers of one bucket.
+
+    `geometry` has the members in the runtime's order, trained ones first; `reduction` those alone. `replicas` are the sizes of the groups over which sums are made
+    after the exchange.
+    """
+    compute, reduce = DTYPE_BYTES[spec.compute], DTYPE_BYTES[spec.reduce]
+    master = 2 if settings.is_split else DTYPE_BYTES[settings.master]
+    gradient = 4 if settings.is_split else master
+    is_same = spec.compute == ("bfloat16" if settings.is_split else settings.master) and spec.offload == "none"
+    is_alias = not is_cut and is_same and spec.payload == "plain"
+    names = [info.name for info in sorted(spec.infos, key=lambda info: not info.trainable)]
+    held = [[region_numel(region) for region in row] for row in geometry.regions]
+    trained = len(reduction.shapes)
+    kept = any(start is not None for start in geometry.starts)
+    is_bare = trained == 1 and reduction.starts[0] == 0 and reduction.total == reduction.elements
+    wire = reduce if settings.is_accumulating else compute
+    slots = None
+    if settings.slots is not None:
+        slots = tuple(
+            sum(_slots(settings.slots.get(name), count) for name, count in zip(names[:trained], row, strict=False)) for row in held
+        )
+    group, total = len(geometry.counts), geometry.total
+    return BucketBytes(
+        spec=spec,
+        is_cut=is_cut,
+        elements=geometry.elements,
+        held=tuple(map(sum, held)),
+        counts=geometry.counts,
+        masters=tuple(count * (master + 2 * settings.is_split) for count in geometry.counts),
+        cast=tuple(0 if is_same else count * compute for count in geometry.counts),
+        gradients=tuple(count * gradient for count in reduction.counts),
+        slots=slots,
+        accumulated=reduction.elements * reduce if settings.is_accumulating else 0,
+        whole=0 if is_alias else ((total if kept else 0) + geometry.copied) * compute,
+        staged=0 if is_alias or kept else total * compute,
+        pack=0 if is_bare else reduction.total * wire,
+        received=tuple(0 if is_bare or not is_cut else (group - 1) * count * wire for count in reduction.counts),
+        gather=tuple((total - count) * compute if is_cut else 0 for count in geometry.counts),
+        reduce=tuple((group - 1) * count * wire if is_cut else 0 for count in reduction.counts),
+        # A ring's sum: every rank receives each part once to add and once to have.
+        replicas=tuple(sum(2 * (size - 1) * count * gradient // size for size in replicas) for count in reduction.counts),
+    )
+
+
+def _slots(slots: Slots | None, held: int) -> int:
+    return 0 if slots is None or not held else round(slots.element * held) + slots.parameter
+
+
+def count_gathers(
+    buckets: Sequence[BucketBytes], slots: Sequence[tuple[int, int] | None], micro_batches: int, forward_only: Sequence[bool]
+) -> list[int]:
+    """How often each bucket is gathered in a step.
+
+    `buckets` are in execution order, `slots` the (ring, slot) that each lives in (None: it is not gathered); `forward_only` those whose backward
+    needs no parameters. A bucket is gathered where a pass needs it and another has taken its slot; in a step's first pass nothing is there yet.
+    """
+    found, resident = [0] * len(buckets), {}
+    forward = [index for index, slot in enumerate(slots) if slot is not None]
+    # What the model itself drives is there for the whole pass, so that it is asked for once only.
+    backward = [index for index in reversed(forward) if not forward_only[index]]
+    for index in [*forward, *backward] * micro_batches:
+        if resident.get(slots[index]) != index:
+            resident[slots[index]] = index
+            found[index] += 1
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class RankBytes:
+    """One rank. `optimizer` is None where it is unknown; `host` is what of masters, gradients and optimizer lives in the host's memory, and is not in the others."""
+
+    masters: int
+    cast: int
+    gradients: int
+    optimizer: int | None
+    accumulated: int
+    whole: int
+    pack: int
+    host: int
+    gather: int
+    reduce: int
+    replicas: int
+
+    @property
+    def device(self) -> int:
+        """Everything that is known on the device."""
+        return self.masters + self.cast + self.gradients + (self.optimizer or 0) + self.accumulated + self.whole + self.pack
+
+
+def rank_bytes(buckets: Sequence[BucketBytes], places: Sequence[int], gathers: Sequence[int], whole: int, reductions: int) -> RankBytes:
+    """What a rank at `places[b]` of bucket b's group has; `whole` is what all slots take, `reductions` how many reductions each bucket has in a step."""
+    sums = dict.fromkeys(("masters", "cast", "gradients", "optimizer", "host", "gather", "reduce", "replicas"), 0)
+    is_known = True
+    for bucket, place, count in zip(buckets, places, gathers, strict=True):
+        is_known &= bucket.slots is not None
+        state = {
+            "masters": bucket.masters[place],
+            "gradients": bucket.gradients[place],
+            "optimizer": bucket.slots[place] if bucket.slots else 0,
+        }
+        for name, size in state.items():
+            sums["host" if bucket.spec.offload == "cpu" else name] += size
+        sums["cast"] += bucket.cast[place]
+        sums["gather"] += bucket.gather[place] * count
+        sums["reduce"] += bucket.reduce[place] * reductions
+        sums["replicas"] += bucket.replicas[place] * reductions
+    packs = min(PACKS, sum(any(bucket.gradients) for bucket in buckets))
+    packed = max((bucket.pack for bucket in buckets), default=0)
+    received = max((bucket.received[place] for bucket, place in zip(buckets, places, strict=True)), default=0)
+    return RankBytes(
+        accumulated=sum(bucket.accumulated for bucket in buckets),
+        whole=whole,
+        pack=packs * (packed + received),
+        **{**sums, "optimizer": sums["optimizer"] if is_known else None},  # type: ignore[arg-type]
+    )

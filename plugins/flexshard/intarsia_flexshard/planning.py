@@ -1,0 +1,219 @@
+"""The plan of a recipe: its model's shapes on the meta device, cut as the runtime would cut them, counted by `intarsia_flexshard.accounting`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from intarsia.comm import SelfCommunicator
+from intarsia.config import Recipe
+from intarsia.contracts import ALIGNMENT_BYTES, Placement
+from intarsia.layout import DTYPE_BYTES, Layout
+from intarsia.mesh import AXES
+from intarsia.parameters import ParameterInfo, ParameterTable
+from intarsia.plugins import Plugins
+from intarsia.train.groups import freeze, optimizer_groups
+from torch import nn
+
+from intarsia_flexshard.accounting import BucketBytes, RankBytes, Settings, Slots, count_gathers, measure, rank_bytes
+from intarsia_flexshard.assign import BucketSpec, assign
+from intarsia_flexshard.bucket import BalancedPlacement, lay_out
+from intarsia_flexshard.plan import make_geometry
+from intarsia_flexshard.ring import group, slots_needed
+
+# Elements up to which an optimizer is built on the CPU to see its state, where it cannot be built on the meta device.
+CHEAP = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshPlace:
+    """The mesh as one of its ranks sees it, without any group."""
+
+    sizes: Mapping[str, int]
+    coordinates: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A recipe's buckets on a mesh. `placements` and `gathers` (a step's, by bucket) are in the order of `buckets`; `ranks` has every process. `optimizer` says what state
+    there is, or why that is not known."""
+
+    recipe: Recipe
+    sizes: Mapping[str, int]
+    elements: int
+    trained: int
+    settings: Settings
+    reductions: int
+    buckets: tuple[BucketBytes, ...]
+    placements: tuple[str, ...]
+    gathers: tuple[int, ...]
+    ranks: tuple[RankBytes, ...]
+    optimizer: str
+
+
+def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins) -> Plan:
+    """The plan of a recipe whose sharder is FlexShard, over a mesh of checked `sizes`. Raises UsageError as the build of a run would."""
+    config: Any = recipe.sharder
+    with torch.device("meta"):
+        model = plugins.build(recipe.model)
+    freeze(recipe.parameter_groups, model)
+    precision, train = recipe.precision, recipe.train
+    table = ParameterTable.from_model(model, precision.master, precision.compute, precision.reduce, train.seed)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    running = [name for name, module in modules.items() if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))]
+    specs = assign(config, table.values(), model.regions().blocks, running, table.compute, table.reduce)
+    slots, optimizer = optimizer_slots(recipe, model, table, plugins)
+    data_ranks = sizes["dp_replicate"] * sizes["dp_shard"]
+    settings = Settings(
+        master=table.dtype,
+        is_split=config.master == "split",
+        is_sharded_accumulation=config.gradients == "sharded",
+        micro_batches=max(math.ceil(math.ceil(train.global_batch / data_ranks) / train.micro_batch), 1),
+        slots=slots,
+    )
+    buckets, placements = cut(specs, table, sizes, settings, config.owners, plugins)
+    only = [all(isinstance(modules[name], nn.Embedding) for name in spec.modules) for spec in specs]
+    places, whole = lay_rings(buckets)
+    gathers = count_gathers(buckets, places, settings.micro_batches, only)
+    reductions = settings.micro_batches if settings.is_sharded_accumulation else 1
+    return Plan(
+        recipe=recipe,
+        sizes=dict(sizes),
+        elements=sum(math.prod(info.shape) for info in table.values()),
+        trained=sum(math.prod(info.shape) for info in table.values() if info.trainable),
+        settings=settings,
+        reductions=reductions,
+        buckets=tuple(buckets),
+        placements=tuple(placements),
+        gathers=tuple(gathers),
+        ranks=tuple(
+            rank_bytes(buckets, [_place(bucket, sizes, coordinates) for bucket in buckets], gathers, whole, reductions)
+            for coordinates in all_coordinates(sizes)
+        ),
+        optimizer=optimizer,
+    )
+
+
+def cut(
+    specs: Sequence[BucketSpec], table: ParameterTable, sizes: Mapping[str, int], settings: Settings, owners: str, plugins: Plugins
+) -> tuple[list[BucketBytes], list[str]]:
+    """Each bucket's numbers and its placement's name."""
+    # Buckets are cut along axes that cut nothing else, so that any rank's view of them has the sizes of all.
+    mesh: Any = MeshPlace(sizes, dict.fromkeys(sizes, 0))
+    table.mesh = mesh
+    loads: dict[tuple[str, ...], list[float]] = {}
+    buckets, names = [], []
+    for spec in specs:
+        placement: Placement = plugins.build(spec.placement)
+        names.append(placement.name)
+        if hasattr(placement, "partition_balanced"):
+            ranks = math.prod(sizes[axis] for axis in spec.axes)
+            placement = BalancedPlacement(placement, loads.setdefault(spec.axes, [0.0] * ranks))
+        infos: list[ParameterInfo] = sorted(spec.infos, key=lambda info: not info.trainable)  # type: ignore[arg-type]
+        shapes, regions, is_cut = lay_out(spec, infos, placement, table, mesh, owners)
+        widths = [DTYPE_BYTES[name] for name in (table.dtype, spec.compute, spec.reduce)]
+        alignment = ALIGNMENT_BYTES // min([*widths, 2 if settings.is_split else 8])
+        trained = sum(info.trainable for info in infos)
+        geometry = make_geometry(shapes, regions, alignment)
+        reduction = make_geometry(shapes[:trained], [row[:trained] for row in regions], alignment)
+        replicas = [math.prod(sizes[axis] for axis in spec.replicas)]
+        replicas += [] if is_cut else [math.prod(sizes[axis] for axis in spec.axes)]
+        buckets.append(measure(spec, geometry, reduction, is_cut, replicas, settings))
+    return buckets, names
+
+
+def lay_rings(buckets: Sequence[BucketBytes]) -> tuple[list[tuple[int, int] | None], int]:
+    """The (ring, slot) of each bucket as the runtime gives them out, None for those that are their own shard; and the bytes of all slots and of staging."""
+    places: list[tuple[int, int] | None] = [None] * len(buckets)
+    order = [index for index, bucket in enumerate(buckets) if not bucket.is_alias]
+    turns = [index for index in order if not _is_kept(buckets[index])]
+    positions = {index: position for position, index in enumerate(order)}
+    depth = max((bucket.spec.prefetch for bucket in buckets), default=0)
+    total = 0
+    keys = {axes: number for number, axes in enumerate(dict.fromkeys(buckets[index].spec.axes for index in turns))}
+    rings = group([(buckets[index].whole, keys[buckets[index].spec.axes]) for index in turns])
+    for number, members in enumerate(rings):
+        ring = [turns[member] for member in members]
+        window = 1 + max(max(depth, buckets[index].spec.keep) for index in ring)
+        count = slots_needed([positions[index] for index in ring], window)
+        for turn, index in enumerate(ring):
+            places[index] = (number, turn % count)
+        total += count * _rounded(buckets[index].whole for index in ring) + _rounded(buckets[index].staged for index in ring)
+    for number, index in enumerate((index for index in order if _is_kept(buckets[index])), start=len(rings)):
+        places[index] = (number, 0)
+        total += _rounded([buckets[index].whole]) + _rounded([buckets[index].staged])
+    return places, total
+
+
+def _is_kept(bucket: BucketBytes) -> bool:
+    return bucket.spec.reshard == "never" or bucket.spec.is_root
+
+
+def _rounded(sizes: Any) -> int:
+    return math.ceil(max(sizes) / 512) * 512
+
+
+def all_coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """The coordinates of every process along the axes that span the mesh."""
+    found = []
+    for rank in range(math.prod(sizes[axis] for axis in AXES)):
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, sizes[axis])
+        found.append(place)
+    return found
+
+
+def _place(bucket: BucketBytes, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> int:
+    """A process's index in the bucket's group of shards: row-major over its axes, in mesh order."""
+    index = 0
+    for axis in sizes if bucket.is_cut else ():
+        if axis in bucket.spec.axes:
+            index = index * sizes[axis] + coordinates[axis]
+    return index
+
+
+# ---------------------------------------------------------------- the optimizer's state
+
+
+def optimizer_slots(recipe: Recipe, model: nn.Module, table: ParameterTable, plugins: Plugins) -> tuple[dict[str, Slots] | None, str]:
+    """Bytes of optimizer state by parameter, and in words what there is; None and the reason where it cannot be known without the run.
+
+    The optimizer is built over whole parameters on the meta device (on the CPU where it refuses and they are few): elements of its state correspond to those of
+    the local parameters, so that a share of a parameter has its share of the state.
+    """
+    trained = [name for name in table if table[name].trainable]
+    few = sum(math.prod(table[name].shape) for name in trained) <= CHEAP
+    reason = ""
+    before = {name: table[name].layout for name in trained}
+    for device in ("meta", "cpu") if few else ("meta",):
+        try:
+            return _probe(recipe, table, trained, plugins, device)
+        except Exception as error:  # Whatever a third party's optimizer does there: the rest of the plan is right without it.
+            reason = reason or f"{type(error).__name__}: {error}".splitlines()[0]
+        finally:
+            for name, layout in before.items():
+                table[name].layout = layout
+    return None, f"unknown, since the optimizer cannot be built without the run ({reason})"
+
+
+def _probe(recipe: Recipe, table: ParameterTable, trained: Sequence[str], plugins: Plugins, device: str) -> tuple[dict[str, Slots], str]:
+    parameters = {}
+    for name in trained:
+        info = table[name]
+        info.layout = Layout.whole(info.shape, info.dtype)
+        parameters[name] = nn.Parameter(torch.empty(info.shape, dtype=getattr(torch, info.dtype), device=device))
+    groups = optimizer_groups(recipe.parameter_groups, parameters, trained)
+    optimizer = plugins.build(recipe.optimizer, groups, table, SelfCommunicator(device))
+    found, kinds = {}, {}
+    for name, state in optimizer.slots().items():
+        numel = math.prod(table[name].shape)
+        alike = {slot: tensor for slot, tensor in state.items() if tensor.numel() == numel and numel > 1}
+        element = sum(tensor.element_size() for tensor in alike.values())
+        found[name] = Slots(element, sum(tensor.numel() * tensor.element_size() for slot, tensor in state.items() if slot not in alike))
+        for slot, tensor in alike.items():
+            kinds[slot] = str(tensor.dtype).removeprefix("torch.")
+    return found, ", ".join(f"{slot} {dtype}" for slot, dtype in kinds.items()) or "no state"
