@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from intarsia.comm import Communicator
@@ -28,8 +28,7 @@ from intarsia_flexshard.reduction import Reduction
 from intarsia_flexshard.ring import Slot
 
 
-@dataclasses.dataclass(frozen=True)
-class Groups:
+class Groups(NamedTuple):
     """The groups of a bucket: of its shards, once for gathers and once for reductions so that neither queues behind the other, and of its replicas."""
 
     gather: Communicator

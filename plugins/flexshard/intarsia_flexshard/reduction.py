@@ -104,16 +104,14 @@ class Reduction:
         self._kept: tuple[Any, ...] = ()
         self.is_waiting = False
 
-    @property
-    def pack_bytes(self) -> int:
-        """Bytes of a pack buffer that fits all dtypes; 0 where gradients are sent as they are."""
-        width = max(self.narrow.itemsize, self.wide.itemsize)
-        return 0 if self._is_bare and self.narrow == self.wide else self.geometry.total * width
-
-    @property
-    def narrow_pack_bytes(self) -> int:
-        """Bytes of a pack buffer for computed gradients; 0 where they are sent as they are."""
-        return 0 if self._is_bare else self.geometry.total * self.narrow.itemsize
+    def pack_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes to pack gradients of `dtype` and to receive the others'; 0 where they are sent as they are."""
+        if self._is_bare:
+            return 0, 0
+        ranks = 1 if self._shards is None else self._shards.size
+        # A process that computes on CPUs gets its own part back, unless there are only two.
+        parts = ranks if ranks > 2 and not self._lanes.on_device else ranks - 1
+        return self.geometry.total * dtype.itemsize, parts * self._count * dtype.itemsize
 
     def has_gradients(self) -> bool:
         """Whether backward has left something on the whole parameters."""
@@ -133,9 +131,9 @@ class Reduction:
             else:
                 before.add_(gradient)
 
-    def start(self, is_wide: bool, fresh_pack: Callable[[int], Pack]) -> None:
-        """Begin to sum what is there over the ranks. `is_wide`: micro-batches were accumulated in this step (the same on all ranks). `fresh_pack(bytes)` gives a
-        larger buffer where the bucket's own is too small."""
+    def start(self, is_wide: bool, fresh_pack: Callable[[int, int], Pack]) -> None:
+        """Begin to sum what is there over the ranks. `is_wide`: micro-batches were accumulated in this step (the same on all ranks). `fresh_pack(bytes, bytes)` gives
+        larger buffers where the bucket's own is too small."""
         if is_wide and self.narrow != self.wide:
             self.accumulate()
         dtype = self.wide if is_wide else self.narrow
@@ -151,8 +149,9 @@ class Reduction:
             source, running, pack = bare.view(-1), self._prepare(bare.view(-1), None), None
         else:
             pack = self.pack
-            if pack is None or pack.buffer.numel() < self.geometry.total * dtype.itemsize:
-                pack = self.use(fresh_pack(self.geometry.total * dtype.itemsize))
+            size, received = self.geometry.total * dtype.itemsize, self.pack_bytes(dtype)[1]
+            if pack is None or pack.buffer.numel() < size or pack.scratch.numel() < received:
+                pack = self.use(fresh_pack(size, received))
             if pack.user is not None and pack.user is not self:
                 pack.user.complete()
             if pack.dirty:

@@ -146,21 +146,23 @@ class FlexShardModel:
             if self._is_kept(bucket):
                 make_slots([bucket], 1, device, self.lanes.event)
         reductions = [bucket.reduction for bucket in self.buckets if bucket.reduction is not None]
-        size = max((reduction.narrow_pack_bytes for reduction in reductions), default=0)
-        packs = [self._make_pack(size) for _ in range(min(2, len(reductions)))]
+        sizes = [reduction.pack_bytes(reduction.narrow) for reduction in reductions]
+        packs = [self._make_pack(*(max(size) for size in zip(*sizes, strict=True))) for _ in range(min(2, len(reductions)))]
         for number, reduction in enumerate(reductions):
             reduction.pack = packs[number % 2]
 
-    def _make_pack(self, size: int) -> Pack:
+    def _make_pack(self, size: int, received: int) -> Pack:
         device = self.buckets[0].groups.gather.device
         # Zeros: between members there may be gaps, which are summed with the rest.
-        return Pack(torch.zeros(size, dtype=torch.uint8, device=device), torch.empty(size, dtype=torch.uint8, device=device), None)
+        return Pack(torch.zeros(size, dtype=torch.uint8, device=device), torch.empty(received, dtype=torch.uint8, device=device), None)
 
-    def _grow_pack(self, pack: Pack | None, size: int) -> Pack:
+    def _grow_pack(self, pack: Pack | None, size: int, received: int) -> Pack:
         """A larger pack for everybody who used `pack`. What used it is complete first."""
         if pack is not None and pack.user is not None:
             pack.user.complete()
-        larger = self._make_pack(size)
+        if pack is not None:
+            size, received = max(size, pack.buffer.numel()), max(received, pack.scratch.numel())
+        larger = self._make_pack(size, received)
         for bucket in self.buckets:
             if bucket.reduction is not None and bucket.reduction.pack is pack:
                 bucket.reduction.use(larger)
@@ -431,7 +433,7 @@ class FlexShardModel:
         if len(self._pending) >= PENDING:
             self._pending.pop(0).complete()
         reduction.complete()
-        reduction.start(self._any_unsynced, lambda size: self._grow_pack(reduction.pack, size))
+        reduction.start(self._any_unsynced, lambda *sizes: self._grow_pack(reduction.pack, *sizes))
         self._pending.append(reduction)
 
     def _complete_all(self) -> None:
