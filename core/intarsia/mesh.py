@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from intarsia.comm import Communicator
     from intarsia.config import MeshConfig
 
-# The axes that span the processes, outermost first: a rank is the row-major index of its coordinates. `ep` is folded out of the last
-# three.
+# The axes that span the processes, outermost first: a rank is the row-major index of its coordinates.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+# The last three axes seen as two others, outermost first: `ep` has its neighbouring ranks, `ep_shard` the ranks of equal `ep` coordinate.
+FOLDED = ("ep_shard", "ep")
 
 # Axes that this version's trainer runs with more than one rank.
 SUPPORTED = ("dp_replicate", "dp_shard")
@@ -69,12 +71,13 @@ def check_supported(sizes: Mapping[str, int]) -> None:
 class Mesh:
     """This process's place in the mesh. Stability: stable.
 
-    `sizes` are those of `check_mesh`; `coordinates` hold this process's index along every axis, `ep` included. The expert-parallel group of a
-    rank are the `ep` neighbouring ranks of its block dp_shard x cp x tp.
+    `sizes` are those of `check_mesh`; `coordinates` hold this process's index along every axis. The expert-parallel group of a rank (axis `ep`) are the
+    `ep` neighbouring ranks of its block dp_shard x cp x tp; the ranks of the block with the same coordinate in their groups are the axis `ep_shard`.
     """
 
     def __init__(self, sizes: Mapping[str, int], world: Communicator) -> None:
         self.sizes = {axis: sizes.get(axis, 1) for axis in (*AXES, "ep")}
+        self.sizes["ep_shard"] = math.prod(self.sizes[axis] for axis in AXES[2:]) // self.sizes["ep"]
         self.world = world
         if math.prod(self.sizes[axis] for axis in AXES) != world.size:
             raise UsageError(f"mesh: the degrees {dict(sizes)} do not multiply out to the {world.size} processes of group {world.name!r}.")
@@ -104,9 +107,11 @@ class Mesh:
         for axis in axes:
             if axis not in self.sizes:
                 raise UsageError(f"There is no mesh axis {axis!r}. {did_you_mean(axis, self.sizes)}")
-        if "ep" in axes and len(axes) > 1:
-            raise UsageError(f"mesh axis 'ep' is folded out of dp_shard, cp and tp and cannot be joined with others: {axes}.")
-        key = tuple(axis for axis in (*AXES, "ep") if axis in axes and self.sizes[axis] > 1)
+        if set(FOLDED) & set(axes) and len(axes) > 1:
+            raise UsageError(
+                f"The mesh axes 'ep' and 'ep_shard' are folded out of dp_shard, cp and tp and cannot be joined with others: {axes}."
+            )
+        key = tuple(axis for axis in (*AXES, *FOLDED) if axis in axes and self.sizes[axis] > 1)
         if key not in self._groups:
             self._groups[key] = self._make(key)
         return self._groups[key]
@@ -115,7 +120,8 @@ class Mesh:
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world.size):
             place = self._coordinates(rank)
-            fixed = (rank // self.sizes["ep"],) if axes == ("ep",) else tuple(place[axis] for axis in AXES if axis not in axes)
+            spanning = (*AXES[:2], *FOLDED) if axes and axes[0] in FOLDED else AXES
+            fixed = tuple(place[axis] for axis in spanning if axis not in axes)
             members.setdefault(fixed, []).append(rank)
         groups = list(members.values())
         if len(groups) == 1:
@@ -127,7 +133,9 @@ class Mesh:
         return self.world.split(groups, "+".join(axes))
 
     def _coordinates(self, rank: int) -> dict[str, int]:
-        places = {"ep": rank % self.sizes["ep"]}
+        places: dict[str, int] = {}
+        rest, places["ep"] = divmod(rank, self.sizes["ep"])
+        places["ep_shard"] = rest % self.sizes["ep_shard"]
         for axis in reversed(AXES):
             rank, places[axis] = divmod(rank, self.sizes[axis])
-        return {axis: places[axis] for axis in (*AXES, "ep")}
+        return {axis: places[axis] for axis in (*AXES, *FOLDED)}

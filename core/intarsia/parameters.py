@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from intarsia.contracts import Box, Init, Region, Regions
 from intarsia.errors import PluginError, UsageError, did_you_mean
 from intarsia.layout import DTYPE_BYTES, range_boxes, region_numel, region_parts, slices, whole_region
+from intarsia.mesh import AXES, FOLDED
 
 if TYPE_CHECKING:
     from intarsia.comm import Communicator
-    from intarsia.contracts import ShardedModel
+    from intarsia.contracts import Placement, ShardedModel
     from intarsia.layout import Layout
     from intarsia.mesh import Mesh
 
@@ -36,6 +37,10 @@ class ParameterInfo:
 
     `shape` is the whole tensor's, `dtype` the master's. `aliases` are the other names of a tie. `block` is the declared block that it belongs to ("" for the
     root: outside of all blocks, or shared by several). `group` (optimizer), `bucket` and `layout` are written by the stages that decide them.
+
+    `outer` are cuts made before data parallelism, (mesh axis, size, placement or "replicate") each, outermost first: by tensor and expert parallelism. The
+    model's own parameter then has the shape of the local piece. `low` is the low half of a split master (`split_master`), int16, of the local parameter's
+    shape; the local parameter is the bfloat16 high half then.
     """
 
     name: str
@@ -48,6 +53,8 @@ class ParameterInfo:
     group: str = ""
     bucket: str = ""
     layout: Layout | None = None
+    outer: tuple[tuple[str, int, Placement | Literal["replicate"]], ...] = ()
+    low: Tensor | None = None
 
 
 class ParameterTable(Mapping[str, ParameterInfo]):
@@ -192,10 +199,9 @@ class ParameterTable(Mapping[str, ParameterInfo]):
         if tensor.numel() != region_numel(local):
             raise PluginError(f"A local tensor has {tensor.numel()} elements, its layout {region_numel(local)}.")
         named = {axis for axis, _ in layout.axes}
+        spanning = ("dp_replicate", *FOLDED) if named & set(FOLDED) else AXES[1:]
         # Along axes that a layout does not name every rank has a copy, except that a pipeline stage has its own parameters.
-        if self.mesh is not None and any(
-            index and axis not in named for axis, index in self.mesh.coordinates.items() if axis not in ("pp", "ep")
-        ):
+        if self.mesh is not None and any(self.mesh.coordinates[axis] and axis not in named for axis in spanning):
             return []
         if primary == local:
             return [tensor]
@@ -264,6 +270,24 @@ def fill_region(name: str, shape: Sequence[int], init: Init, region: Region, out
                 if common is not None:
                     target = flat[begin : begin + box.numel].view(box.size)
                     target[slices(common, box.start)].copy_(source[slices(common, piece.start)])
+
+
+@torch.no_grad()
+def split_master(values: Tensor, high: Tensor, low: Tensor) -> None:
+    """Write float32 `values` as two halves: `high` (bfloat16) is them rounded to nearest even, `low` (int16) what is missing in units of their last place.
+
+    `join_master` gives the same bits back, with two exceptions. Exactly half-way above an even `high` the value moves one unit towards it, since its
+    distance does not fit into int16 and `high` must be what an ordinary cast gives. A NaN stays one, with the bits of the cast. All of one shape. Stability: provisional.
+    """
+    high.copy_(values)
+    missing = values.view(torch.int32) - high.view(torch.int16).int() * 2**16
+    low.copy_(missing.clamp_(-(2**15), 2**15 - 1).masked_fill_(values.isnan(), 0))
+
+
+@torch.no_grad()
+def join_master(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 values of a split master, a new tensor. Stability: provisional."""
+    return (high.view(torch.int16).int() * 2**16 + low).view(torch.float32)
 
 
 def materialise_buffers(model: nn.Module, device: torch.device, seed: int) -> None:

@@ -62,6 +62,39 @@ def test_coordinates_are_row_major_and_groups_partition_the_world() -> None:
         Mesh(sizes, FakeCommunicator(0, 4))
 
 
+def test_the_block_is_the_expert_groups_times_their_complement() -> None:
+    """A grid of (ep_shard, ep) over each block dp_shard x cp x tp: every two ranks of a block meet through exactly one rank."""
+    sizes = check_mesh(MeshConfig(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2, ep=4), 48)
+    for rank in range(48):
+        mesh = Mesh(sizes, FakeCommunicator(rank, 48))
+        assert (mesh.sizes["ep"], mesh.sizes["ep_shard"]) == (4, 3)
+        assert (mesh.coordinates["ep"], mesh.coordinates["ep_shard"]) == (rank % 4, rank % 12 // 4)
+        shards = mesh.comm("ep_shard")
+        assert (shards.size, shards.rank) == (3, mesh.coordinates["ep_shard"])
+        assert (mesh.comm("ep").size, mesh.comm("ep").rank) == (4, mesh.coordinates["ep"])
+    with pytest.raises(UsageError, match="'ep_shard' are folded"):
+        mesh.comm("ep_shard", "dp_replicate")
+    whole = Mesh(check_mesh(MeshConfig(dp_shard=4), 4), FakeCommunicator(3, 4))
+    assert whole.sizes["ep_shard"] == 4 and whole.comm("ep_shard") is whole.world
+
+
+def test_expert_groups_are_partitions_of_the_world() -> None:
+    groups: list[list[list[int]]] = []
+
+    class Recording(FakeCommunicator):
+        def split(self, groups_: list[list[int]], name: str) -> FakeCommunicator:
+            groups.append(groups_)
+            return super().split(groups_, name)
+
+    mesh = Mesh(check_mesh(MeshConfig(dp_replicate=2, dp_shard=3, tp=2, ep=2), 12), Recording(0, 12))
+    mesh.comm("ep")
+    mesh.comm("ep_shard")
+    assert groups == [
+        [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]],
+        [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]],
+    ]
+
+
 def test_checking_imports_no_torch() -> None:
     code = "import sys; from intarsia.mesh import check_mesh; from intarsia.config import MeshConfig; check_mesh(MeshConfig(), 2); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

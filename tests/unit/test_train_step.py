@@ -92,6 +92,16 @@ class Whole:
     def zero_gradients(self) -> None:
         self.model.zero_grad()
 
+    def masters(self):
+        return self.parameters()
+
+    def load_masters(self, values) -> None:
+        """They are in place."""
+
+    def update(self, optimizer, factor) -> None:
+        optimizer.step(factor)
+        self.after_update()
+
     def after_update(self) -> None:
         pass
 

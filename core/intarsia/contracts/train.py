@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -51,8 +51,13 @@ class OptimizerGroup:
 class Optimizer(Protocol):
     """Built by `target(config, groups, table, comm)` where table is the ParameterTable and comm the Communicator. Stability: provisional."""
 
-    def step(self, factor: float) -> None:
-        """One update from the parameters' `.grad`; each group's learning rate is its own times `factor`. Parameters whose grad is None are skipped."""
+    def step(self, factor: float | Tensor, names: Collection[str] | None = None) -> None:
+        """One update from the parameters' `.grad`; each group's learning rate is its own times `factor` (a 0-d tensor on the parameters' device where the
+        step is captured). Parameters whose grad is None are skipped. `names`: only these (canonical); within a step the sharder calls it for disjoint sets
+        that cover all, the same ones on every rank and in every step.
+
+        An optimizer that updates split masters (`ParameterInfo.low`) has an attribute `updates_split_masters` that is True.
+        """
 
     def learning_rates(self) -> Mapping[str, float]:
         """Base learning rate of each group by name."""
@@ -75,8 +80,8 @@ class ShardedModel(Protocol):
     """A model whose parameters are kept as shards by a Sharder. Stability: provisional."""
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Canonical name to the local parameter that the optimizer updates (float32 master where the policy says so). On a rank that holds
-        nothing of a parameter it has zero elements."""
+        """Canonical name to the local parameter that the optimizer updates (float32 master where the policy says so; the high half of a split one, whose
+        low half is `ParameterInfo.low`). On a rank that holds nothing of a parameter it has zero elements."""
 
     def set_last_micro_batch(self, last: bool) -> None:
         """Whether the next backward is the step's last: gradients are reduced then, accumulated without communication before."""
@@ -84,11 +89,20 @@ class ShardedModel(Protocol):
     def finish_gradients(self) -> None:
         """After the last backward: every `.grad` of `parameters()` holds the global sum's local part, also for parameters that got none on this rank."""
 
+    def update(self, optimizer: Optimizer, factor: float | Tensor) -> None:
+        """Let the optimizer update all masters, in one `step` or in several by names, and make stale what was gathered from them. A collective."""
+
     def zero_gradients(self) -> None:
         """Forget all gradients."""
 
     def after_update(self) -> None:
-        """The optimizer has changed the local parameters: whatever was gathered or cast from them is stale."""
+        """The local parameters have changed otherwise than by `update` (they were loaded, say): whatever was gathered or cast from them is stale."""
+
+    def masters(self) -> Mapping[str, Tensor]:
+        """Canonical name to the local part of the master, to save: the storage that `parameters()` has, or a float32 copy where masters are split."""
+
+    def load_masters(self, values: Mapping[str, Tensor]) -> None:
+        """Take back what `masters` gave and somebody has written into; names that are missing keep their values. Nothing to do for live storages."""
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The named modules that were sharded."""

@@ -133,6 +133,11 @@ def build_optimizer(built: Built) -> Any:
         for name in group.parameters:
             built.table[name].group = group.name
     built.optimizer = built.plugins.build(recipe.optimizer, groups, built.table, built.world)
+    if any(info.low is not None for info in built.table.values()) and not getattr(built.optimizer, "updates_split_masters", False):
+        raise UsageError(
+            f"The optimizer {type(recipe.optimizer).__name__} updates whole masters only, but the sharder keeps them split (sharder.master=split). Choose "
+            "sharder.master=float32, or an optimizer that updates split masters."
+        )
     built.schedule = built.plugins.build(recipe.schedule)
     return built.optimizer
 

@@ -39,8 +39,8 @@ class ModelState:
 
     def state(self) -> list[StateItem]:
         """See `intarsia.contracts.Stateful`."""
-        parameters = self._sharded.parameters().items()
-        items = [StateItem("model", name, "tensor", value.detach(), _layout(self._table, name, value)) for name, value in parameters]
+        masters = self._sharded.masters().items()
+        items = [StateItem("model", name, "tensor", value.detach(), _layout(self._table, name, value)) for name, value in masters]
         return items + [StateItem("model", name, "replicated", buffer) for name, buffer in self._buffers().items()]
 
     def fill(self, weights: WeightReader) -> None:
@@ -56,9 +56,11 @@ class ModelState:
         self.load_state({name: item.value for name, item in items.items()})
 
     def load_state(self, values: Mapping[str, Any], missing_rank_state: bool = False) -> None:
-        """Parameters are in place already; whatever was gathered from them is stale."""
+        """Masters are in the tensors that `state` gave; whatever was gathered from them is stale."""
         for name, buffer in self._buffers().items():
-            buffer.copy_(values[name])
+            if name in values:
+                buffer.copy_(values[name])
+        self._sharded.load_masters({name: values[name] for name in self._sharded.parameters() if name in values})
         self._sharded.after_update()
 
 

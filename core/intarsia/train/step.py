@@ -124,12 +124,11 @@ def clip(gradients: list[Tensor], norm: float, limit: float | None) -> None:
 
 
 def update(built: Built, step: int, factor: float) -> None:
-    """Apply the update: optimizer, and what models count during a step."""
+    """Apply the update: the sharder's, by the optimizer, and of what models count during a step."""
     for state in built.step_states:
         state.reduce(lambda tensor: built.data.all_reduce(tensor, what="step state"))
     built.hooks.before_update(run=built.run, step=step)
-    built.optimizer.step(factor)
+    built.sharded.update(built.optimizer, factor)
     for state in built.step_states:
         state.commit()
-    built.sharded.after_update()
     built.sharded.zero_gradients()

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from intarsia.comm import Communicator
+from intarsia.contracts import Optimizer
 from intarsia.errors import UsageError
 from intarsia.layout import Layout, whole_region
 from intarsia.mesh import Mesh
 from intarsia.parameters import ParameterTable, materialise_buffers
-from torch import nn
+from torch import Tensor, nn
 
 from intarsia_eager.config import WholeConfig
 
@@ -85,8 +86,19 @@ class WholeModel:
         for parameter in self._trained:
             parameter.grad = None
 
+    def update(self, optimizer: Optimizer, factor: float | Tensor) -> None:
+        """One step over everything."""
+        optimizer.step(factor)
+
     def after_update(self) -> None:
         """Nothing was gathered or cast."""
+
+    def masters(self) -> Mapping[str, Tensor]:
+        """The parameters themselves."""
+        return self._parameters
+
+    def load_masters(self, values: Mapping[str, Tensor]) -> None:
+        """They are in place."""
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The model."""
