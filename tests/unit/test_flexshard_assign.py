@@ -145,7 +145,8 @@ def test_a_bucket_is_driven_by_the_deepest_module_in_each_block() -> None:
 
 
 def test_containers_drive_nothing() -> None:
-    running = ["", "layers.0", "layers.0.ffn", "layers.0.ffn.experts.0", "layers.1", "embedding"]
+    # Neither the model nor a block has to be named.
+    running = ["layers.0", "layers.0.ffn", "layers.0.ffn.experts.0", "embedding"]
     specs = assign(config(("experts", ("*.experts.*",)), ("ends", ("embedding", "head"))), transformer(), BLOCKS, running)
     assert drivers(specs)["experts"] == ("layers.0.ffn", "layers.1")
     assert drivers(specs)["ends"] == ("",), "the head has no forward of its own, so that the model has to"
@@ -155,6 +156,7 @@ def test_containers_drive_nothing() -> None:
 
 def test_what_is_read_outside_of_its_module_is_driven_by_the_model() -> None:
     specs = assign(config(("head", ("head",)), ("start", ("embedding",))), transformer(), BLOCKS, outside=("head.weight",))
+    assert [spec.name for spec in specs] == ["root", "head", "start", "layers.0", "layers.1"], "what the model drives comes first"
     found = {spec.name: spec for spec in specs}
     assert found["head"].modules == ("",) and found["head"].reshard == "never" and found["start"].modules == ("embedding",)
     tied = [Info("embedding.weight", aliases=("head.weight",))]
