@@ -39,10 +39,10 @@ class Refusing(SharedMemoryTransport):
 def test_a_transport_that_refuses_the_world_is_told_so() -> None:
     kit = NeedsAnotherDevice()
     with pytest.raises(
-        pytest.fail.Exception, match="promise `serves` is broken: check.. refuses a group of 2 on cpu: it needs a quantum link"
+        pytest.fail.Exception, match=r"promise `serves` is broken: check.. refuses a group of 2 on cpu: it needs a quantum link"
     ):
         kit.test_serves_its_group()
-    with pytest.raises(pytest.fail.Exception, match="promise `gathers` is broken: with 2 processes it was not reached: .*quantum link"):
+    with pytest.raises(pytest.fail.Exception, match=r"promise `gathers` is broken: with 2 processes it was not reached: .*quantum link"):
         kit.test_gathers_parts_in_rank_order()
 
 
