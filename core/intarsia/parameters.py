@@ -277,11 +277,11 @@ def split_master(values: Tensor, high: Tensor, low: Tensor) -> None:
     """Write float32 `values` as two halves: `high` (bfloat16) is them rounded to nearest even, `low` (int16) what is missing in units of their last place.
 
     `join_master` gives the same bits back, with two exceptions. Exactly half-way above an even `high` the value moves one unit towards it, since its
-    distance does not fit into int16 and `high` must be what an ordinary cast gives. A NaN stays one, with the bits of the cast. All of one shape. Stability: provisional.
+    distance does not fit into int16 and `high` must be what an ordinary cast gives. A NaN stays one, of other bits. All of one shape. Stability: provisional.
     """
     high.copy_(values)
     missing = values.view(torch.int32) - high.view(torch.int16).int() * 2**16
-    low.copy_(missing.clamp_(-(2**15), 2**15 - 1).masked_fill_(values.isnan(), 0))
+    low.copy_(missing.clamp_(-(2**15), 2**15 - 1))
 
 
 @torch.no_grad()
