@@ -1,3 +1,3 @@
-"""Optimizers: AdamW, Muon with AdamW for the rest."""
+"""Optimizers: AdamW, Adam, Lion, SGD, and Muon with AdamW for the rest."""
 
 __version__ = "0.1.0.dev0"

@@ -1,77 +1,132 @@
-"""AdamW (Loshchilov and Hutter, arXiv:1711.05101) on whatever part of each parameter this rank holds: the update is elementwise."""
+"""AdamW (Loshchilov and Hutter, arXiv:1711.05101) and Adam (Kingma and Ba, arXiv:1412.6980).
+
+Adam is AdamW with other defaults and, where `l2` is set, the penalty's gradient added to the loss's instead of decoupled weight decay.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from intarsia.contracts import OptimizerGroup
 from intarsia.errors import UsageError
 from torch import Tensor, nn
 
-from intarsia_optimizers.config import AdamWConfig
-from intarsia_optimizers.settings import adamw_slots, apply_adamw, check_choice, check_range, group_settings, has_fused
+from intarsia_optimizers.config import AdamConfig, AdamWConfig
+from intarsia_optimizers.elementwise import Elementwise, ElementwiseOptimizer, Rule
+from intarsia_optimizers.kernels import choose_kernel
+from intarsia_optimizers.settings import by_decay, check_state_dtype, group_settings
+from intarsia_optimizers.updates import Scalar, Tensors, adam_lists, adamw_update
 
 if TYPE_CHECKING:
     from intarsia.comm import Communicator
     from intarsia.parameters import ParameterTable
 
-BOUNDS = {"lr": (0.0, math.inf), "weight_decay": (0.0, math.inf), "eps": (0.0, math.inf), "betas": (0.0, 1.0)}
+WHOLE = ("implementation", "state_dtype")
 
 
-def choose_fused(implementation: str, parameters: Sequence[Tensor]) -> bool:
-    """Whether the fused kernel is used. Raises UsageError where it was asked for and there is none."""
-    check_choice("implementation", implementation, ("auto", "fused", "foreach"))
-    if implementation == "foreach":
-        return False
-    fused = has_fused(parameters)
-    if implementation == "fused" and not fused:
-        kinds = sorted({f"{parameter.dtype} on {parameter.device}" for parameter in parameters})
-        raise UsageError(f"torch has no fused AdamW for {', '.join(kinds)}. Set optimizer.implementation=auto.")
-    return fused
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """What carries out updates: torch's fused kernel (`fused`) or torch's list functions where dtypes are equal, `kernel` for the rest and, where it was asked for by
+    name (`everywhere`), for all."""
+
+    fused: bool
+    kernel: Callable[..., None]
+    everywhere: bool = False
 
 
-class AdamW:
-    """The `adamw` entry: an `intarsia.contracts.Optimizer`. Slots of every parameter: exp_avg, exp_avg_sq, step."""
+@dataclasses.dataclass(frozen=True)
+class AdamRule(Rule):
+    """See `intarsia_optimizers.updates.adamw_update`."""
 
-    def __init__(self, config: AdamWConfig, groups: Sequence[OptimizerGroup], table: ParameterTable):
-        self._groups: list[tuple[str, AdamWConfig, dict[bool, list[str]]]] = []
-        self._parameters: dict[str, nn.Parameter] = {}
-        for group in groups:
-            settings = group_settings(config, group)
-            check_range(settings, BOUNDS)
-            decayed: dict[bool, list[str]] = {True: [], False: []}
-            for name, parameter in group.parameters.items():
-                self._parameters[name] = parameter
-                # The table's shape, not the parameter's: the local part of a matrix may be flat.
-                decayed[settings.decay_vectors or len(table[name].shape) >= 2].append(name)
-            self._groups.append((group.name, settings, decayed))
-        self._fused = choose_fused(config.implementation, list(self._parameters.values()))
-        self._slots = {name: adamw_slots(parameter, self._fused) for name, parameter in self._parameters.items()}
+    betas: tuple[float, float]
+    eps: float
+    l2: float
+    implementation: Implementation
+    slots: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    counted: ClassVar[bool] = True
 
-    def step(self, factor: float) -> None:
-        """One update; see `intarsia.contracts.Optimizer`."""
-        for _, settings, decayed in self._groups:
-            for decay, names in decayed.items():
-                apply_adamw(
-                    [(self._parameters[name], self._slots[name]) for name in names],
-                    lr=settings.lr * factor,
-                    betas=settings.betas,
-                    eps=settings.eps,
-                    weight_decay=settings.weight_decay if decay else 0.0,
-                    fused=self._fused,
-                )
+    def plain(self, values: Tensors, gradients: Tensors, states: Sequence[Tensors], steps: Tensors, lr: Scalar) -> None:
+        """See `Rule.plain`."""
+        means, squares = states
+        if self.implementation.fused:
+            # Decoupled and not: torch has a kernel for each, and each calls its own weight_decay.
+            update = torch._fused_adam_ if self.l2 else torch._fused_adamw_
+            options = {"beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps, "weight_decay": self.l2 or self.weight_decay}
+            update(values, gradients, means, squares, [], steps, lr=lr, amsgrad=False, maximize=False, **options)  # type: ignore[call-overload]
+        elif self.implementation.everywhere:
+            for value, gradient, mean, square, step in zip(values, gradients, means, squares, steps, strict=True):
+                self.implementation.kernel(value, None, mean, square, gradient, step, lr, self.betas, self.eps, self.weight_decay)
+        else:
+            adam_lists(values, gradients, means, squares, steps, lr, self.betas, self.eps, self.weight_decay, self.l2)
 
-    def learning_rates(self) -> Mapping[str, float]:
-        """Base learning rate of each group."""
-        return {name: settings.lr for name, settings, _ in self._groups}
-
-    def slots(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """State by parameter name and slot name."""
-        return self._slots
+    def special(
+        self, value: Tensor, low: Tensor | None, states: Sequence[Tensor], gradient: Tensor, step: Tensor | None, lr: Scalar
+    ) -> None:
+        """See `Rule.special`."""
+        if self.l2 or self.implementation.kernel is adamw_update:
+            super().special(value, low, states, gradient, step, lr)
+        else:
+            self.implementation.kernel(value, low, *states, gradient, step, lr, self.betas, self.eps, self.weight_decay)
 
 
-def build(config: AdamWConfig, groups: Sequence[OptimizerGroup], table: ParameterTable, comm: Communicator) -> AdamW:
-    """The entry's target."""
-    return AdamW(config, groups, table)
+def has_fused(parameters: Sequence[Tensor]) -> bool:
+    """Whether torch has fused Adam kernels for these tensors' devices and dtypes; found by running one on one element of each."""
+    for device, dtype in {(parameter.device, parameter.dtype) for parameter in parameters}:
+        probe = [[torch.zeros(1, device=device, dtype=dtype)] for _ in range(4)]
+        options: dict[str, Any] = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1.0}
+        try:
+            torch._fused_adamw_(*probe, [], [torch.ones((), device=device)], amsgrad=False, maximize=False, **options)
+        except (RuntimeError, NotImplementedError, AttributeError):
+            return False
+    return True
+
+
+def choose_implementation(wanted: str, parameters: Sequence[Tensor]) -> Implementation:
+    """For `optimizer.implementation`: `auto`, `fused` or `foreach` (torch's), or a kernel's name. Raises UsageError where it was asked for and there is none."""
+    held = [parameter for parameter in parameters if parameter.numel()] or [torch.zeros(1)]
+    if wanted in ("foreach", "reference"):
+        return Implementation(False, adamw_update)
+    if wanted in ("auto", "fused"):
+        fused = has_fused(held)
+        if wanted == "fused" and not fused:
+            kinds = sorted({f"{parameter.dtype} on {parameter.device}" for parameter in held})
+            raise UsageError(f"torch has no fused AdamW for {', '.join(kinds)}. Set optimizer.implementation=auto.")
+        return Implementation(fused, choose_kernel("adamw_update", "implementation", "auto", adamw_update, held[0].device, held[0].dtype))
+    words = ("auto", "fused", "foreach")
+    return Implementation(
+        False, choose_kernel("adamw_update", "implementation", wanted, adamw_update, held[0].device, held[0].dtype, words), True
+    )
+
+
+def adam_parts(
+    config: AdamWConfig | AdamConfig, groups: Sequence[OptimizerGroup], table: ParameterTable
+) -> tuple[dict[str, float], list[tuple[Rule, Mapping[str, nn.Parameter]]]]:
+    """Base learning rates by group, and the rules with their parameters."""
+    everything = [parameter for group in groups for parameter in group.parameters.values()]
+    implementation = choose_implementation(config.implementation, everything)
+    rates: dict[str, float] = {}
+    parts: list[tuple[Rule, Mapping[str, nn.Parameter]]] = []
+    for group in groups:
+        settings = group_settings(config, group, fixed=WHOLE)
+        rates[group.name] = settings.lr
+        l2 = settings.l2 if isinstance(settings, AdamConfig) else 0.0
+        if l2 and settings.weight_decay:
+            raise UsageError(
+                f"optimizer.l2 is {l2} and optimizer.weight_decay is {settings.weight_decay} for group {group.name!r}: decay either by the penalty's gradient "
+                "(l2) or decoupled (weight_decay), not both. Set one of them to 0."
+            )
+        for decayed, chosen in by_decay(group, table, settings.decay_vectors):
+            rule = AdamRule(settings.lr, settings.weight_decay * decayed, settings.betas, settings.eps, l2 * decayed, implementation)
+            parts.append((rule, chosen))
+    return rates, parts
+
+
+def build(
+    config: AdamWConfig | AdamConfig, groups: Sequence[OptimizerGroup], table: ParameterTable, comm: Communicator
+) -> ElementwiseOptimizer:
+    """The target of the entries `adamw` and `adam`. Slots of every parameter: exp_avg, exp_avg_sq, step."""
+    rates, parts = adam_parts(config, groups, table)
+    return ElementwiseOptimizer(rates, Elementwise(parts, table, check_state_dtype(config)))

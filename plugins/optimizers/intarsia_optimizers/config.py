@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import chz
-from intarsia.config import OptimizerConfig, ScheduleConfig
+from intarsia.config import Config, OptimizerConfig, ScheduleConfig
 
 
 @chz.chz(typecheck=True)
@@ -15,7 +15,79 @@ class AdamWConfig(OptimizerConfig):
     betas: tuple[float, float] = chz.field(default=(0.9, 0.95), doc="Decay of the running means of the gradient and of its square.")
     eps: float = chz.field(default=1e-8, doc="Added to the root of the second mean.")
     decay_vectors: bool = chz.field(default=False, doc="Decay parameters with fewer than two dimensions (norm weights, biases) as well.")
-    implementation: str = chz.field(default="auto", doc="fused, foreach, or auto: fused where torch has it for the device.")
+    state_dtype: str = chz.field(
+        default="master",
+        doc="Dtype of the optimizer's state: master (that of the masters), or bfloat16, rounded to nearest after each update.",
+    )
+    implementation: str = chz.field(
+        default="auto",
+        doc="fused, foreach, the name of an installed optimizer kernel, or auto: fused where torch has it for device and dtypes, a kernel for split masters and narrow state where one fits.",
+    )
+
+
+@chz.chz(typecheck=True)
+class AdamConfig(OptimizerConfig):
+    """Adam, with its original defaults; decay by the penalty's gradient (`l2`) or decoupled."""
+
+    lr: float = chz.field(default=1e-3, doc="Learning rate before the schedule's factor.")
+    weight_decay: float = chz.field(default=0.0, doc="Decoupled weight decay.")
+    l2: float = chz.field(default=0.0, doc="Weight decay that is not decoupled: l2 times the parameter is added to its gradient.")
+    betas: tuple[float, float] = chz.field(default=(0.9, 0.999), doc="Decay of the running means of the gradient and of its square.")
+    eps: float = chz.field(default=1e-8, doc="Added to the root of the second mean.")
+    decay_vectors: bool = chz.field(default=False, doc="Decay parameters with fewer than two dimensions (norm weights, biases) as well.")
+    state_dtype: str = chz.field(
+        default="master",
+        doc="Dtype of the optimizer's state: master (that of the masters), or bfloat16, rounded to nearest after each update.",
+    )
+    implementation: str = chz.field(
+        default="auto",
+        doc="fused, foreach, the name of an installed optimizer kernel, or auto: fused where torch has it for device and dtypes, a kernel for split masters and narrow state where one fits.",
+    )
+
+
+@chz.chz(typecheck=True)
+class LionConfig(OptimizerConfig):
+    """Lion: the sign of an interpolation of momentum and gradient. Its learning rate is three to ten times smaller than AdamW's, its decay larger by as much."""
+
+    lr: float = chz.field(default=1e-4, doc="Learning rate before the schedule's factor.")
+    weight_decay: float = chz.field(default=0.3, doc="Decoupled weight decay.")
+    betas: tuple[float, float] = chz.field(
+        default=(0.9, 0.99), doc="Share of the momentum in the update, and decay of the momentum afterwards."
+    )
+    decay_vectors: bool = chz.field(default=False, doc="Decay parameters with fewer than two dimensions (norm weights, biases) as well.")
+    state_dtype: str = chz.field(
+        default="master",
+        doc="Dtype of the optimizer's state: master (that of the masters), or bfloat16, rounded to nearest after each update.",
+    )
+
+
+@chz.chz(typecheck=True)
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent."""
+
+    lr: float = chz.field(default=0.1, doc="Learning rate before the schedule's factor.")
+    weight_decay: float = chz.field(default=0.0, doc="Decoupled weight decay.")
+    l2: float = chz.field(default=0.0, doc="Weight decay that is not decoupled: l2 times the parameter is added to its gradient.")
+    momentum: float = chz.field(default=0.9, doc="Share of the momentum that stays; 0: none is kept.")
+    nesterov: bool = chz.field(default=False, doc="Nesterov momentum.")
+    decay_vectors: bool = chz.field(default=False, doc="Decay parameters with fewer than two dimensions (norm weights, biases) as well.")
+    state_dtype: str = chz.field(
+        default="master",
+        doc="Dtype of the optimizer's state: master (that of the masters), or bfloat16, rounded to nearest after each update.",
+    )
+
+
+@chz.chz(typecheck=True)
+class SplitConfig(Config):
+    """A parameter that is several matrices side by side, each of which Muon makes orthogonal by itself: fused projections, heads. Set exactly one of blocks, head_dim and sizes."""
+
+    match: tuple[str, ...] = chz.field(doc="Globs on canonical parameter names.")
+    blocks: int = chz.field(default=0, doc="Into so many equal blocks (3 for a fused query, key and value of equal sizes).")
+    head_dim: int = chz.field(default=0, doc="Into blocks of so many rows: one for each head.")
+    sizes: tuple[int, ...] = chz.field(
+        default=(), doc="Into blocks of these many rows, in order (query, key and value of grouped queries)."
+    )
+    columns: bool = chz.field(default=False, doc="Cut columns instead of rows (the output projection of heads).")
 
 
 @chz.chz(typecheck=True)
@@ -30,10 +102,27 @@ class MuonConfig(OptimizerConfig):
     newton_schulz_dtype: str = chz.field(
         default="bfloat16", doc="Dtype of the iteration; float32 is faster on CPUs without bfloat16 arithmetic."
     )
+    newton_schulz_kernel: str = chz.field(
+        default="auto",
+        doc="What carries the iteration out: reference, the name of an installed optimizer kernel, or auto: the best that fits.",
+    )
+    coefficients: tuple[float, float, float] = chz.field(
+        default=(3.4445, -4.7750, 2.0315),
+        doc="Of the quintic a x + b x^3 + c x^5; the default's slope at zero is as large as possible, and singular values end between about 0.5 and 1.5.",
+    )
     eps: float = chz.field(default=1e-7, doc="Least norm by which the matrix is divided first.")
     adjust: str = chz.field(
         default="original",
-        doc="How lr is scaled for a matrix's shape: original (sqrt(max(1, rows/columns))) or match_rms_adamw (0.2 sqrt(max(rows, columns)): AdamW's lr can be reused).",
+        doc="How lr is scaled for a matrix's shape: original (sqrt(max(1, rows/columns))), match_rms_adamw (0.2 sqrt(max(rows, columns)): AdamW's lr can be reused), spectral (sqrt(rows/columns)) or none.",
+    )
+    split: tuple[SplitConfig, ...] = chz.field(default=(), doc="Parameters that are several matrices; the first that matches wins.")
+    batch_elements: int = chz.field(
+        default=2**27,
+        doc="Matrices of one shape are worked on together, at most so many elements at a time: it bounds the step's own memory.",
+    )
+    state_dtype: str = chz.field(
+        default="master",
+        doc="Dtype of the optimizer's state: master (that of the masters), or bfloat16, rounded to nearest after each update.",
     )
     not_matrices: tuple[str, ...] = chz.field(
         default=("*embed*", "*head*", "output.*"),
@@ -43,6 +132,7 @@ class MuonConfig(OptimizerConfig):
     adamw_weight_decay: float = chz.field(default=0.0, doc="Decoupled weight decay of the rest.")
     adamw_betas: tuple[float, float] = chz.field(default=(0.9, 0.95), doc="AdamW's betas.")
     adamw_eps: float = chz.field(default=1e-8, doc="AdamW's eps.")
+    adamw_implementation: str = chz.field(default="auto", doc="What carries AdamW out, as for the optimizer `adamw`.")
 
 
 @chz.chz(typecheck=True)

@@ -4,153 +4,187 @@
     direction  D = (1 - mu) G + mu M (Nesterov), else M
     update     W <- (1 - lr wd) W - lr s(W) NS(D)
 
-NS is the quintic Newton-Schulz iteration towards the nearest orthogonal matrix and needs the whole matrix: applied to the shards of
-one it gives another result, which is why a cut matrix is refused here.
+NS is the quintic Newton-Schulz iteration towards the nearest orthogonal matrix (`intarsia_optimizers.updates.newton_schulz`) and needs the whole matrix. Matrices that are
+whole on this rank are worked on here, and no rank is spoken to; what is cut travels to an owner and back (`intarsia_optimizers.ownership`). Momentum lies with
+the parameter's own part in either case.
 """
 
 from __future__ import annotations
 
-import fnmatch
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from intarsia.contracts import Box, OptimizerGroup
-from intarsia.errors import UsageError
-from torch import Tensor, nn
+from intarsia.layout import Layout
+from torch import Tensor
 
+from intarsia_optimizers.adamw import AdamRule, choose_implementation
 from intarsia_optimizers.config import MuonConfig
-from intarsia_optimizers.settings import adamw_slots, apply_adamw, check_choice, check_range, group_settings, has_fused
+from intarsia_optimizers.elementwise import Elementwise
+from intarsia_optimizers.kernels import choose_kernel
+from intarsia_optimizers.matrices import check_splits, find_split, is_matrix, matrices_of
+from intarsia_optimizers.muon_update import Cut, Update, Whole, plan
+from intarsia_optimizers.ownership import cut_text, find_ownership, group_of
+from intarsia_optimizers.runs import Member, allocate, local_member, master_dtype
+from intarsia_optimizers.settings import BOUNDS, check_choice, check_state_dtype, group_settings
+from intarsia_optimizers.updates import Scalar, newton_schulz
 
 if TYPE_CHECKING:
     from intarsia.comm import Communicator
     from intarsia.parameters import ParameterTable
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the published quintic: slope at zero as large as possible, singular values end between about 0.5 and 1.5."""
+log = logging.getLogger("intarsia.optimizers")
 
-BOUNDS = {
-    "lr": (0.0, math.inf),
-    "weight_decay": (0.0, math.inf),
-    "momentum": (0.0, 1.0),
+MUON_BOUNDS = {
+    **BOUNDS,
     "newton_schulz_steps": (1, 100),
+    "coefficients": (-math.inf, math.inf),
+    "batch_elements": (1, math.inf),
     "adamw_lr": (0.0, math.inf),
     "adamw_weight_decay": (0.0, math.inf),
     "adamw_betas": (0.0, 1.0),
     "adamw_eps": (0.0, math.inf),
 }
 
-
-def newton_schulz(matrix_MN: Tensor, steps: int, eps: float, dtype: torch.dtype) -> Tensor:
-    """An approximately orthogonal [M, N] matrix with the singular vectors of `matrix_MN`, computed and returned in `dtype`."""
-    a, b, c = COEFFICIENTS
-    wide = matrix_MN.to(dtype)
-    tall = wide.size(0) > wide.size(1)
-    if tall:  # The Gram matrix is made on the shorter side.
-        wide = wide.T
-    wide = wide / wide.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = wide @ wide.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        wide = torch.addmm(wide, polynomial, wide, beta=a)
-    return wide.T if tall else wide
-
-
-def shape_factor(adjust: str, shape: Sequence[int]) -> float:
-    """What the learning rate of a matrix of `shape` is multiplied by."""
-    rows, columns = shape
-    if adjust == "original":
-        return math.sqrt(max(1.0, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))
-
-
-def is_matrix(name: str, shape: Sequence[int], not_matrices: Sequence[str]) -> bool:
-    """Whether Muon updates the parameter: two dimensions, and no part of its dotted name matches one of the globs."""
-    parts = name.split(".")
-    return len(shape) == 2 and not any(fnmatch.fnmatchcase(part, glob) for glob in not_matrices for part in [*parts, name])
-
-
-def check_whole(name: str, parameter: Tensor, table: ParameterTable, comm: Communicator) -> None:
-    """The parameter is whole on this rank, or not here at all. Raises UsageError naming it."""
-    shape, layout = tuple(table[name].shape), table[name].layout
-    held = (Box.whole(shape),) if layout is None else tuple(layout.local(table.rank_in(layout)))
-    if parameter.numel() and held != (Box.whole(shape),):
-        raise UsageError(
-            f"Muon cannot update {name!r} (shape {list(shape)}): rank {comm.rank} holds a part of it, {parameter.numel()} of {math.prod(shape)} elements, "
-            "and the Newton-Schulz iteration needs the whole matrix. Distributed Muon needs a placement that keeps every matrix whole on one rank "
-            "(`owned`). Until then use one process, mesh.dp_replicate instead of mesh.dp_shard, or optimizer=adamw."
-        )
+# Fields that say how the step as a whole is carried out.
+WHOLE = (
+    "state_dtype",
+    "batch_elements",
+    "split",
+    "newton_schulz_kernel",
+    "newton_schulz_dtype",
+    "newton_schulz_steps",
+    "coefficients",
+    "eps",
+    "adamw_implementation",
+)
 
 
 class Muon:
     """The `muon` entry: an `intarsia.contracts.Optimizer`. Slots: momentum of matrices; exp_avg, exp_avg_sq, step of the rest."""
 
-    def __init__(self, config: MuonConfig, groups: Sequence[OptimizerGroup], table: ParameterTable, comm: Communicator):
-        self._groups: list[tuple[str, MuonConfig, list[str], list[str]]] = []
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for group in groups:
-            settings = group_settings(config, group)
-            check_range(settings, BOUNDS)
-            check_choice("adjust", settings.adjust, ("original", "match_rms_adamw"))
-            check_choice("newton_schulz_dtype", settings.newton_schulz_dtype, ("bfloat16", "float32", "float64"))
-            matrices: list[str] = []
-            rest: list[str] = []
-            for name, parameter in group.parameters.items():
-                self._parameters[name], self._shapes[name] = parameter, tuple(table[name].shape)
-                if is_matrix(name, self._shapes[name], settings.not_matrices):
-                    check_whole(name, parameter, table, comm)
-                    matrices.append(name)
-                else:
-                    rest.append(name)
-            self._groups.append((group.name, settings, matrices, rest))
-        others = [self._parameters[name] for _, _, _, rest in self._groups for name in rest]
-        self._fused = has_fused(others)
-        self._slots: dict[str, dict[str, Tensor]] = {}
-        for _, _, matrices, rest in self._groups:
-            self._slots |= {name: {"momentum": torch.zeros_like(self._parameters[name], requires_grad=False)} for name in matrices}
-            self._slots |= {name: adamw_slots(self._parameters[name], self._fused) for name in rest}
+    updates_split_masters = True
 
-    @torch.no_grad()
-    def step(self, factor: float) -> None:
-        """One update; see `intarsia.contracts.Optimizer`."""
-        for _, settings, matrices, rest in self._groups:
-            for name in matrices:
-                self._update_matrix(name, settings, settings.lr * factor)
-            apply_adamw(
-                [(self._parameters[name], self._slots[name]) for name in rest],
-                lr=settings.adamw_lr * factor,
-                betas=settings.adamw_betas,
-                eps=settings.adamw_eps,
-                weight_decay=settings.adamw_weight_decay,
-                fused=self._fused,
+    def __init__(self, config: MuonConfig, groups: Sequence[OptimizerGroup], table: ParameterTable, comm: Communicator):
+        self._config = config
+        policy = check_state_dtype(config)
+        check_choice("adjust", config.adjust, ("original", "match_rms_adamw", "spectral", "none"))
+        check_choice("newton_schulz_dtype", config.newton_schulz_dtype, ("bfloat16", "float16", "float32", "float64"))
+        implementation = choose_implementation(config.adamw_implementation, [p for group in groups for p in group.parameters.values()])
+        self._rates: dict[str, float] = {}
+        self._members: dict[str, Member] = {}
+        self._updates: dict[str, Update] = {}
+        parts: list[tuple[AdamRule, dict[str, Any]]] = []
+        for group in groups:
+            settings = group_settings(config, group, MUON_BOUNDS, fixed=WHOLE)
+            check_choice("adjust", settings.adjust, ("original", "match_rms_adamw", "spectral", "none"))
+            update = Update(settings.lr, settings.weight_decay, settings.momentum, settings.nesterov, settings.adjust)
+            rest = {}
+            for name, parameter in group.parameters.items():
+                if is_matrix(name, table[name].shape, settings.not_matrices):
+                    self._members[name], self._updates[name] = local_member(name, parameter, table), update
+                else:
+                    rest[name] = parameter
+            rule = AdamRule(settings.adamw_lr, settings.adamw_weight_decay, settings.adamw_betas, settings.adamw_eps, 0.0, implementation)
+            parts.append((rule, rest))
+            self._rates[group.name] = settings.lr
+            if rest:
+                self._rates[f"{group.name}.adamw"] = settings.adamw_lr
+        self._rest = Elementwise(parts, table, policy)
+        allocate(list(self._members.values()), ("momentum",), policy)
+        self._dtype: torch.dtype = getattr(torch, config.newton_schulz_dtype)
+        device = next((member.value.device for member in self._members.values()), comm.device)
+        self._newton_schulz = choose_kernel(
+            "newton_schulz", "newton_schulz_kernel", config.newton_schulz_kernel, newton_schulz, device, self._dtype
+        )
+        self._place(table, comm)
+        self._plans: dict[tuple[str, ...], tuple[list[Whole], list[Cut]]] = {}
+
+    def _place(self, table: ParameterTable, comm: Communicator) -> None:
+        """Find the matrices, and where each is worked on."""
+        check_splits(self._config.split, list(self._members))
+        self._matrices: dict[str, list[Box]] = {}
+        self._layouts: dict[str, Layout] = {}
+        travel = {}
+        for name, member in self._members.items():
+            info = table[name]
+            self._matrices[name] = matrices_of(name, info.shape, find_split(name, self._config.split))
+            self._layouts[name] = info.layout or Layout.whole(info.shape, info.dtype)
+            # Casting before the journey or after it gives the same bits.
+            exact = master_dtype(member) if self._dtype != torch.bfloat16 else torch.bfloat16
+            travel[name] = str(exact).removeprefix("torch.")
+        found = find_ownership(self._layouts, self._matrices, self._config.newton_schulz_steps, travel)
+        self._journeys, self._loads = found.journeys, found.loads
+        self._local = {name: layout.local(table.rank_in(layout)) for name, layout in self._layouts.items()}
+        self._groups = {}
+        for axes in dict.fromkeys(journey.axes for journey in self._journeys.values()):
+            self._groups[axes] = group_of(axes, table.mesh, comm)
+        facts = self.facts()
+        if self._journeys and comm.rank == 0:
+            first = next(iter(self._journeys))
+            log.info(
+                "Muon: %d of %d parameters have matrices that no rank holds whole, %s first: in each step they travel to an owner and back, %d bytes "
+                "received by rank 0. A placement that cuts no matrix (owned) needs no transfer unless tensor or expert parallelism cuts it.",
+                facts["cut"],
+                facts["matrices"],
+                cut_text(first, self._layouts[first]),
+                facts["transfer_bytes"],
             )
 
-    def _update_matrix(self, name: str, settings: MuonConfig, lr: float) -> None:
-        parameter, momentum, shape = self._parameters[name], self._slots[name]["momentum"], self._shapes[name]
-        gradient = parameter.grad
-        if gradient is None or not parameter.numel():
-            return
-        momentum.lerp_(gradient, 1 - settings.momentum)
-        direction = gradient.lerp(momentum, settings.momentum) if settings.nesterov else momentum
-        dtype = getattr(torch, settings.newton_schulz_dtype)
-        update = newton_schulz(direction.view(shape), settings.newton_schulz_steps, settings.eps, dtype)
-        parameter.mul_(1 - lr * settings.weight_decay)
-        parameter.view(shape).add_(update.to(parameter.dtype), alpha=-lr * shape_factor(settings.adjust, shape))
+    def facts(self) -> dict[str, Any]:
+        """How matrices are worked on: `matrices` and `cut` count parameters; `cut_parameters` names those that travel; `transfer_bytes` is what this rank receives for it in
+        one step; `loads` are FLOPs of Newton-Schulz by rank, under the axes that cut ("replicated" where none does)."""
+        received = sum(journey.wire_bytes(self._groups[journey.axes].rank) for journey in self._journeys.values())
+        loads = {"+".join(name for name, _ in axes) or "replicated": list(load) for axes, load in self._loads.items()}
+        return {
+            "matrices": len(self._members),
+            "cut": len(self._journeys),
+            "cut_parameters": list(self._journeys),
+            "transfer_bytes": received,
+            "loads": loads,
+        }
+
+    @torch.no_grad()
+    def step(self, factor: Scalar, names: Collection[str] | None = None) -> None:
+        """One update; see `intarsia.contracts.Optimizer`. Every rank gives the same `names`, and has gradients of the same cut parameters."""
+        chosen = None if names is None else frozenset(names)
+        active = tuple(
+            [name for name, member in self._members.items() if (chosen is None or name in chosen) and member.parameter.grad is not None]
+        )
+        if active not in self._plans:
+            self._plans[active] = self._plan(active)
+        whole, cut = self._plans[active]
+        for one in (*whole, *cut):
+            one.run(factor, self._orthogonal)
+        self._rest.step(factor, chosen)
+
+    def _plan(self, names: Sequence[str]) -> tuple[list[Whole], list[Cut]]:
+        local = [
+            (self._members[name], self._updates[name], self._local[name], self._matrices[name])
+            for name in names
+            if name not in self._journeys
+        ]
+        journeys = [
+            (self._members[name], self._updates[name], self._journeys[name], self._matrices[name])
+            for name in names
+            if name in self._journeys
+        ]
+        return plan(local, journeys, self._groups, self._dtype, self._config.batch_elements)
+
+    def _orthogonal(self, batch_BMN: Tensor) -> Tensor:
+        config = self._config
+        return self._newton_schulz(batch_BMN, config.newton_schulz_steps, config.coefficients, config.eps, self._dtype)
 
     def learning_rates(self) -> Mapping[str, float]:
         """Base learning rate of each group: of its matrices under the group's name, of the rest under `NAME.adamw`."""
-        rates: dict[str, float] = {}
-        for name, settings, _, rest in self._groups:
-            rates[name] = settings.lr
-            if rest:
-                rates[f"{name}.adamw"] = settings.adamw_lr
-        return rates
+        return self._rates
 
     def slots(self) -> Mapping[str, Mapping[str, Tensor]]:
         """State by parameter name and slot name."""
-        return self._slots
+        return {**{name: member.slots() for name, member in self._members.items()}, **self._rest.slots()}
 
 
 def build(config: MuonConfig, groups: Sequence[OptimizerGroup], table: ParameterTable, comm: Communicator) -> Muon:

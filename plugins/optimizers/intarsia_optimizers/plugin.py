@@ -1,4 +1,4 @@
-"""Entry points `adamw`, `muon` and `schedules`: plugins of one distribution, so that each can be switched off alone. Torch-free."""
+"""Entry points: one plugin for each optimizer, one for the schedules and one for the kernels' hook, so that each can be switched off alone. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ from collections.abc import Sequence
 
 from intarsia.contracts import Entry
 from intarsia.hookspecs import hookimpl
+
+
+class RulesPlugin:
+    """Declares the hook by which kernels replace update rules."""
+
+    INTARSIA_API = 1
+
+    @hookimpl
+    def add_hookspecs(self) -> Sequence[str]:
+        """The module of the hook."""
+        return ["intarsia_optimizers.hookspecs"]
 
 
 class AdamWPlugin:
@@ -22,6 +33,60 @@ class AdamWPlugin:
                 target="intarsia_optimizers.adamw:build",
                 config="intarsia_optimizers.config:AdamWConfig",
                 doc="AdamW, fused where torch has it.",
+            )
+        ]
+
+
+class AdamPlugin:
+    """Offers `adam`."""
+
+    INTARSIA_API = 1
+
+    @hookimpl
+    def offer_optimizers(self) -> Sequence[Entry]:
+        """The entry."""
+        return [
+            Entry(
+                name="adam",
+                target="intarsia_optimizers.adamw:build",
+                config="intarsia_optimizers.config:AdamConfig",
+                doc="Adam, fused where torch has it; decay decoupled or by the penalty's gradient.",
+            )
+        ]
+
+
+class LionPlugin:
+    """Offers `lion`."""
+
+    INTARSIA_API = 1
+
+    @hookimpl
+    def offer_optimizers(self) -> Sequence[Entry]:
+        """The entry."""
+        return [
+            Entry(
+                name="lion",
+                target="intarsia_optimizers.lion:build",
+                config="intarsia_optimizers.config:LionConfig",
+                doc="Lion: the sign of an interpolated momentum, half of Adam's state.",
+            )
+        ]
+
+
+class SGDPlugin:
+    """Offers `sgd`."""
+
+    INTARSIA_API = 1
+
+    @hookimpl
+    def offer_optimizers(self) -> Sequence[Entry]:
+        """The entry."""
+        return [
+            Entry(
+                name="sgd",
+                target="intarsia_optimizers.sgd:build",
+                config="intarsia_optimizers.config:SGDConfig",
+                doc="Stochastic gradient descent, with momentum or without.",
             )
         ]
 
@@ -64,6 +129,10 @@ class SchedulesPlugin:
         ]
 
 
+adam = AdamPlugin()
 adamw = AdamWPlugin()
+lion = LionPlugin()
 muon = MuonPlugin()
+rules = RulesPlugin()
 schedules = SchedulesPlugin()
+sgd = SGDPlugin()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
+from intarsia.parameters import join_master, split_master
 from torch import Tensor
 
 Scalar: TypeAlias = "float | Tensor"
@@ -163,8 +164,6 @@ def widened(
 
     Arguments as for `adamw_update`. An update of narrow state is that of the wide state, rounded once.
     """
-    from intarsia.parameters import join_master, split_master
-
     wide = torch.float64 if value.dtype == torch.float64 else torch.float32
     for start in range(0, value.numel(), CHUNK):
         part = slice(start, min(start + CHUNK, value.numel()))

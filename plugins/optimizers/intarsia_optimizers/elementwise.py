@@ -1,0 +1,230 @@
+"""What all elementwise optimizers share: parameters in runs, their state, the count of updates, and a step of few launches.
+
+An optimizer says what a step does to flat tensors (a `Rule`); `Elementwise` finds the runs, keeps the slots and hands the rule lists of flat tensors. An
+elementwise update needs no layout: whatever part of a parameter is here is updated here.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from intarsia_optimizers.runs import Member, Piece, allocate, local_member, pieces_of
+from intarsia_optimizers.updates import Scalar, Tensors, widened
+
+if TYPE_CHECKING:
+    from intarsia.parameters import ParameterTable
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule(abc.ABC):
+    """An elementwise update with its settings. Parameters of equal rules are updated together.
+
+    `slots` are the names of its state tensors; `counted` says that it needs the number of updates, kept as the scalar slot `step`.
+    """
+
+    lr: float
+    weight_decay: float
+    slots: ClassVar[tuple[str, ...]] = ()
+    counted: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def plain(self, values: Tensors, gradients: Tensors, states: Sequence[Tensors], steps: Tensors, lr: Scalar) -> None:
+        """Update `values` and `states` (a list for each slot) in place; everything of one dtype. `steps` has each one's 0-d number of this update, from 1, or
+        is empty where the rule does not count. `lr` is `self.lr` times the schedule's factor."""
+
+    def special(
+        self, value: Tensor, low: Tensor | None, states: Sequence[Tensor], gradient: Tensor, step: Tensor | None, lr: Scalar
+    ) -> None:
+        """Update one flat tensor whose master is split, or whose state is of another dtype."""
+        steps = [] if step is None else [step]
+        widened(lambda values, gradients, held: self.plain(values, gradients, held, steps, lr), value, low, states, gradient)
+
+
+class Counter:
+    """How often each of several parameters was updated: float32 numbers on their device, and on the host as far as telling which are equal.
+
+    A loaded checkpoint changes the tensor from outside, which its version shows; the host reads it once then. A replayed graph changes all
+    counts of a piece alike, which keeps equal what is equal.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names = list(names)
+        self.tensor = torch.zeros(len(names), dtype=torch.float32, device=device)
+        self.scalars = dict(zip(names, self.tensor.unbind(), strict=True))
+        self.known = dict.fromkeys(names, 0.0)
+        self._version = self.tensor._version
+
+    def refresh(self) -> bool:
+        """Whether the tensor was changed from outside; the host knows its values afterwards."""
+        if self.tensor._version == self._version:
+            return False
+        self.known = dict(zip(self.names, self.tensor.tolist(), strict=True))
+        self._version = self.tensor._version
+        return True
+
+    def mask(self, names: Collection[str]) -> Tensor | None:
+        """What `add` takes for these names; None: all."""
+        if len(names) == len(self.names):
+            return None
+        mask = torch.zeros_like(self.tensor)
+        for index, name in enumerate(self.names):
+            if name in names:
+                mask[index].fill_(1.0)
+        return mask
+
+    def add(self, names: Collection[str], mask: Tensor | None) -> None:
+        """One more update of each of `names`."""
+        self.tensor.add_(1.0 if mask is None else mask)
+        for name in names:
+            self.known[name] += 1
+        self._version = self.tensor._version
+
+
+@dataclasses.dataclass(eq=False)
+class _Plan:
+    """How a set of parameters is updated: for each rule its pieces, and where the gradients of each piece's members are in the list of all."""
+
+    work: list[tuple[Rule, list[tuple[Piece, slice]]]]
+    order: list[nn.Parameter]
+    counted: list[tuple[Counter, list[str], Tensor | None]]
+    splits: bool  # members of one run are counted apart from now on
+
+
+class Elementwise:
+    """Parameters under elementwise rules.
+
+    Arguments: `parts` are (rule, local parameters by name); `state_dtype` is `master` or `bfloat16`. Parameters without a gradient keep value and state.
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[Rule, Mapping[str, nn.Parameter]]], table: ParameterTable, state_dtype: str = "master"
+    ) -> None:
+        self._rules: dict[Rule, list[Member]] = {}
+        for rule, parameters in parts:
+            members = self._rules.setdefault(rule, [])
+            members += [local_member(name, parameter, table) for name, parameter in parameters.items()]
+        self.members = {member.name: member for members in self._rules.values() for member in members}
+        self._runs = {rule: allocate(members, rule.slots, state_dtype) for rule, members in self._rules.items()}
+        counted: dict[torch.device, list[str]] = {}
+        for rule, members in self._rules.items():
+            for member in members if rule.counted else ():
+                counted.setdefault(member.value.device, []).append(member.name)
+        self._counters = [Counter(names, device) for device, names in counted.items()]
+        self._scalars = {name: scalar for counter in self._counters for name, scalar in counter.scalars.items()}
+        self._chosen: dict[frozenset[str] | None, list[Member]] = {None: list(self.members.values())}
+        self._plans: dict[tuple[str, ...], _Plan] = {}
+
+    def slots(self) -> dict[str, dict[str, Tensor]]:
+        """State by parameter name and slot name; live."""
+        found = {name: member.slots() for name, member in self.members.items()}
+        for name, scalar in self._scalars.items():
+            found[name]["step"] = scalar
+        return found
+
+    @torch.no_grad()
+    def step(self, factor: Scalar, names: Collection[str] | None = None) -> None:
+        """One update of those of `names` (None: all) that have a gradient."""
+        active = [member for member in self._choose(names) if member.parameter.grad is not None]
+        if not active:
+            return
+        changed = [counter.refresh() for counter in self._counters]
+        if any(changed):
+            self._plans.clear()
+        key = tuple([member.name for member in active])
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._make(active)
+        for counter, counted, mask in plan.counted:
+            counter.add(counted, mask)
+        gradients: list[Tensor] = [parameter.grad for parameter in plan.order]  # type: ignore[misc]
+        for rule, pieces in plan.work:
+            self._update(rule, pieces, gradients, factor)
+        if plan.splits:
+            # Other plans may hold as one piece what is counted apart now.
+            self._plans = {key: plan}
+
+    def _choose(self, names: Collection[str] | None) -> list[Member]:
+        key = None if names is None else frozenset(names)
+        if key not in self._chosen:
+            self._chosen[key] = [member for name, member in self.members.items() if name in key]  # type: ignore[operator]
+        return self._chosen[key]
+
+    def _make(self, active: Sequence[Member]) -> _Plan:
+        """The plan for these members. Members of one run stay one piece while they were updated equally often."""
+        names = {member.name for member in active}
+        known = {name: count for counter in self._counters for name, count in counter.known.items()}
+        work, order, splits = [], [], False
+        for rule, members in self._rules.items():
+            chosen = [member for member in members if member.name in names]
+            pieces = []
+            for piece in pieces_of(chosen, known if rule.counted else None):
+                pieces.append((piece, slice(len(order), len(order) + len(piece.members))))
+                order += [member.parameter for member in piece.members]
+            if pieces:
+                work.append((rule, pieces))
+            splits |= rule.counted and any(len({member.name in names for member in run}) > 1 for run in self._runs[rule])
+        counted = []
+        for counter in self._counters:
+            mine = [name for name in counter.names if name in names]
+            if mine:
+                counted.append((counter, mine, counter.mask(mine)))
+        return _Plan(work, order, counted, splits)
+
+    def _update(self, rule: Rule, pieces: Sequence[tuple[Piece, slice]], gradients: list[Tensor], factor: Scalar) -> None:
+        """One rule's update: everything plain of one dtype and device in one call, what is special one by one."""
+        plain: dict[tuple[torch.dtype, torch.device], tuple[Tensors, Tensors, list[Tensors], Tensors]] = {}
+        for piece, part in pieces:
+            own = gradients[part]
+            whole = piece.gradient(own)
+            step = self._scalars.get(piece.members[0].name) if rule.counted else None
+            if whole is not None:
+                parts = [(piece.value, piece.low, piece.states, whole)]
+            else:
+                parts = [
+                    (member.value, member.low, list(member.states.values()), gradient.reshape(-1))
+                    for member, gradient in zip(piece.members, own, strict=True)
+                ]
+            for value, low, states, gradient in parts:
+                if low is not None or any(tensor.dtype != value.dtype for tensor in (gradient, *states)):
+                    rule.special(value, low, states, gradient, step, _rate(rule.lr, factor, value.device))
+                    continue
+                values, flats, kept, steps = plain.setdefault((value.dtype, value.device), ([], [], [[] for _ in states], []))
+                values.append(value)
+                flats.append(gradient)
+                for held, state in zip(kept, states, strict=True):
+                    held.append(state)
+                if step is not None:
+                    steps.append(step)
+        for (_, device), (values, flats, kept, steps) in plain.items():
+            rule.plain(values, flats, kept, steps, _rate(rule.lr, factor, device))
+
+
+def _rate(lr: float, factor: Scalar, device: torch.device) -> Scalar:
+    return lr * (factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+class ElementwiseOptimizer:
+    """An `intarsia.contracts.Optimizer` that is elementwise throughout. `rates` are the base learning rates by group."""
+
+    updates_split_masters = True
+
+    def __init__(self, rates: Mapping[str, float], elementwise: Elementwise) -> None:
+        self._rates, self._elementwise = rates, elementwise
+
+    def step(self, factor: Scalar, names: Collection[str] | None = None) -> None:
+        """One update; see `intarsia.contracts.Optimizer`."""
+        self._elementwise.step(factor, names)
+
+    def learning_rates(self) -> Mapping[str, float]:
+        """Base learning rate of each group."""
+        return self._rates
+
+    def slots(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """State by parameter name and slot name."""
+        return self._elementwise.slots()

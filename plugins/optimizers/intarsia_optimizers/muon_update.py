@@ -1,0 +1,253 @@
+"""Muon's step on tensors: matrices that are whole here, in batches of one shape, and rounds of matrices that travel.
+
+Shape suffixes: B matrices of a batch, M rows, N columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from intarsia.layout import Box, Region, region_parts
+from intarsia.parameters import join_master, split_master
+from intarsia_transfer.run import run_transfers
+from torch import Tensor
+
+from intarsia_optimizers.matrices import Stack, stacks_in
+from intarsia_optimizers.ownership import Axes, Journey
+from intarsia_optimizers.runs import Member, master_dtype
+from intarsia_optimizers.updates import Scalar, Tensors, decay
+
+if TYPE_CHECKING:
+    from intarsia.comm import Communicator
+
+Orthogonal = Callable[[Tensor], Tensor]
+
+# Elements of all matrices of one round of transfers: bounds what an owner holds of others' matrices at a time.
+ROUND = 2**28
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """A group's settings."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    adjust: str
+
+    def shape_factor(self, rows: int, columns: int) -> float:
+        """What the learning rate of a matrix is multiplied by; the decay is not."""
+        if self.adjust == "original":
+            return math.sqrt(max(1.0, rows / columns))
+        if self.adjust == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(rows / columns) if self.adjust == "spectral" else 1.0
+
+
+def matrix_view(flat: Tensor, stack: Stack) -> Tensor:
+    """The matrices of `stack` in a 1-D tensor: [count, rows, columns]."""
+    distance = stack.distance or stack.rows * stack.columns
+    return flat.as_strided((stack.count, stack.rows, stack.columns), (distance, stack.leading, 1), flat.storage_offset() + stack.offset)
+
+
+def flat_gradient(member: Member) -> Tensor:
+    """The parameter's gradient as a 1-D tensor."""
+    assert member.parameter.grad is not None
+    return member.parameter.grad.reshape(-1)
+
+
+def take_directions(update: Update, gradients: Tensors, momenta: Tensors, out: Tensors) -> None:
+    """Update `momenta` in place and write the directions into `out`, rounded to its dtype. Narrow momentum is updated wide and rounded once."""
+    wide, given = momenta, gradients
+    if momenta[0].dtype != gradients[0].dtype:
+        exact = torch.promote_types(gradients[0].dtype, torch.float32)
+        wide, given = [momentum.to(exact) for momentum in momenta], [gradient.to(exact) for gradient in gradients]
+    torch._foreach_lerp_(wide, given, 1 - update.momentum)
+    if wide is not momenta:
+        torch._foreach_copy_(momenta, wide)
+    torch._foreach_copy_(out, torch._foreach_lerp(given, wide, update.momentum) if update.nesterov else wide)
+
+
+def apply_updates(members: Sequence[tuple[Tensor, Tensor | None]], updates: Tensors, update: Update, scale: float, factor: Scalar) -> None:
+    """`w <- (1 - lr weight_decay) w - lr scale u` for each (value, low half or None) and its `u`, which is in the master's dtype and may be changed."""
+    values, lows = [value for value, _ in members], [low for _, low in members if low is not None]
+    lr = update.lr * (factor.to(values[0].device) if isinstance(factor, Tensor) else factor)
+    if lows:
+        # Halves are joined and split for all at once: doing that takes several launches.
+        high, low = (torch.cat([half.reshape(-1) for half in halves]) for halves in (values, lows))
+        masters = [join_master(high, low)]
+        updates = [torch.cat([each.reshape(-1) for each in updates])]
+    else:
+        masters = values
+    decay(masters, lr, update.weight_decay)
+    if isinstance(lr, Tensor):
+        torch._foreach_mul_(updates, lr * scale)
+        torch._foreach_sub_(masters, updates)
+    else:
+        torch._foreach_add_(masters, updates, alpha=-lr * scale)
+    if lows:
+        split_master(masters[0], high, low)
+        sizes = [value.numel() for value in values]
+        for targets, flat in ((values, high), (lows, low)):
+            torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(flat.split(sizes), targets, strict=True)])
+
+
+class Whole:
+    """Matrices of one shape that are whole here, worked on as one batch. `dtype` is what their directions are rounded to before the iteration."""
+
+    def __init__(self, update: Update, entries: Sequence[tuple[Member, Stack]], dtype: torch.dtype) -> None:
+        self.update, self.entries, self.dtype = update, list(entries), dtype
+        self.rows, self.columns = entries[0][1].rows, entries[0][1].columns
+        self.master = master_dtype(entries[0][0])
+        self.counts = [stack.count for _, stack in entries]
+        self.momenta = [matrix_view(member.states["momentum"], stack) for member, stack in entries]
+        self.values = [
+            (matrix_view(member.value, stack), None if member.low is None else matrix_view(member.low, stack)) for member, stack in entries
+        ]
+
+    def run(self, factor: Scalar, orthogonal: Orthogonal) -> None:
+        """One update of all of them."""
+        gradients = [matrix_view(flat_gradient(member), stack) for member, stack in self.entries]
+        batch_BMN = torch.empty(sum(self.counts), self.rows, self.columns, dtype=self.dtype, device=gradients[0].device)
+        take_directions(self.update, gradients, self.momenta, list(batch_BMN.split(self.counts)))
+        result_BMN = orthogonal(batch_BMN).to(self.master)
+        scale = self.update.shape_factor(self.rows, self.columns)
+        apply_updates(self.values, list(result_BMN.split(self.counts)), self.update, scale, factor)
+
+
+@dataclasses.dataclass(eq=False)
+class Traveller:
+    """A parameter whose matrices are cut: its part here, its journey, and its matrices here as their owner."""
+
+    member: Member
+    journey: Journey
+    boxes: Sequence[Box]
+    region: Region
+    owned_numel: int
+    stacks: list[Stack]
+
+
+class Cut:
+    """A round: matrices that are cut travel to their owners in one exchange, are worked on, and their updates travel back in another."""
+
+    def __init__(
+        self,
+        update: Update,
+        entries: Sequence[tuple[Member, Journey, Sequence[Box]]],
+        comm: Communicator,
+        dtype: torch.dtype,
+        batch_elements: int,
+    ) -> None:
+        self.update, self.comm, self.dtype = update, comm, dtype
+        self.master = master_dtype(entries[0][0])
+        self.travellers = []
+        for member, journey, boxes in entries:
+            owned = journey.owned.local(comm.rank)
+            self.travellers.append(
+                Traveller(member, journey, boxes, journey.parts.local(comm.rank), journey.owned.numel(comm.rank), stacks_in(owned, boxes))
+            )
+        stacks = [(number, stack) for number, traveller in enumerate(self.travellers) for stack in traveller.stacks]
+        self.batches = list(_batches(stacks, batch_elements))
+        self.device = entries[0][0].value.device
+
+    def run(self, factor: Scalar, orthogonal: Orthogonal) -> None:
+        """One update of all of them; collective."""
+        sizes = [traveller.member.value.numel() for traveller in self.travellers]
+        parts = list(torch.empty(sum(sizes), dtype=self.dtype, device=self.device).split(sizes))
+        held = [(traveller, part) for traveller, part in zip(self.travellers, parts, strict=True) if part.numel()]
+        members = [traveller.member for traveller, _ in held]
+        if held:
+            gradients, momenta = [flat_gradient(member) for member in members], [member.states["momentum"] for member in members]
+            take_directions(self.update, gradients, momenta, [part for _, part in held])
+        owned_sizes = [traveller.owned_numel for traveller in self.travellers]
+        owned = list(torch.empty(sum(owned_sizes), dtype=self.dtype, device=self.device).split(owned_sizes))
+        journeys = [traveller.journey for traveller in self.travellers]
+        there = [(journey.there, part, whole) for journey, part, whole in zip(journeys, parts, owned, strict=True)]
+        run_transfers(self.comm, there, "Muon: matrices to their owners")
+        for batch in self.batches:
+            views = [matrix_view(owned[number], stack) for number, stack in batch]
+            counts = [stack.count for _, stack in batch]
+            batch_BMN = torch.empty(sum(counts), *views[0].shape[1:], dtype=self.dtype, device=self.device)
+            torch._foreach_copy_(list(batch_BMN.split(counts)), views)
+            torch._foreach_copy_(views, list(orthogonal(batch_BMN).to(self.dtype).split(counts)))
+        back = [(journey.back, whole, part) for journey, part, whole in zip(journeys, parts, owned, strict=True)]
+        run_transfers(self.comm, back, "Muon: updates to their parts")
+        if held:
+            updates = [part.to(self.master) for _, part in held]
+            self._adjust([traveller for traveller, _ in held], updates)
+            apply_updates([(member.value, member.low) for member in members], updates, self.update, 1.0, factor)
+
+    def _adjust(self, travellers: Sequence[Traveller], updates: Tensors) -> None:
+        """Multiply each matrix's part of `updates` by its shape's factor."""
+        views, factors = [], []
+        for traveller, flat in zip(travellers, updates, strict=True):
+            shapes = {box.size[-2:] for box in traveller.boxes}
+            if len(shapes) == 1:
+                views.append(flat)
+                factors.append(self.update.shape_factor(*shapes.pop()))
+                continue
+            for box in traveller.boxes:
+                for _, view in region_parts(flat, traveller.region, box):
+                    views.append(view)
+                    factors.append(self.update.shape_factor(*box.size[-2:]))
+        torch._foreach_mul_(views, factors)
+
+
+def plan(
+    local: Iterable[tuple[Member, Update, Region, Sequence[Box]]],
+    cut: Iterable[tuple[Member, Update, Journey, Sequence[Box]]],
+    groups: Mapping[Axes, Communicator],
+    dtype: torch.dtype,
+    batch_elements: int,
+) -> tuple[list[Whole], list[Cut]]:
+    """The batches and the rounds of a step. `dtype` is Newton-Schulz's: bfloat16 is what directions are rounded to; in other dtypes they stay as exact as the master.
+
+    Rounds are the same on all ranks of a group, and so are their parameters' order.
+    """
+    alike: dict[tuple[Update, torch.dtype, bool, torch.device], list[tuple[Member, Stack]]] = {}
+    for member, update, region, boxes in local:
+        key = (update, member.value.dtype, member.low is None, member.value.device)
+        alike.setdefault(key, []).extend((member, stack) for stack in stacks_in(region, boxes))
+    whole = []
+    for (update, *_), entries in alike.items():
+        rounded = torch.bfloat16 if dtype == torch.bfloat16 else master_dtype(entries[0][0]) if entries else dtype
+        whole += [Whole(update, batch, rounded) for batch in _batches(entries, batch_elements)]
+    rounds: dict[tuple[Axes, Update, torch.dtype, bool], list[list[tuple[Member, Journey, Sequence[Box]]]]] = {}
+    for member, update, journey, boxes in cut:
+        started = rounds.setdefault((journey.axes, update, member.value.dtype, member.low is None), [[]])
+        if started[-1] and sum(math.prod(other.parts.shape) for _, other, _ in started[-1]) + math.prod(journey.parts.shape) > ROUND:
+            started.append([])
+        started[-1].append((member, journey, boxes))
+    cuts = []
+    for (axes, update, *_), entries_of_rounds in rounds.items():
+        for entries_of_round in entries_of_rounds:
+            rounded = getattr(torch, entries_of_round[0][1].parts.dtype)
+            cuts.append(Cut(update, entries_of_round, groups[axes], rounded, batch_elements))
+    return whole, cuts
+
+
+def _batches(entries: Iterable[tuple[Member | int, Stack]], most: int) -> Iterable[list]:  # type: ignore[type-arg]
+    """`entries` by shape, in lists of at most `most` elements (at least one matrix)."""
+    by_shape: dict[tuple[int, int], list[list]] = {}  # type: ignore[type-arg]
+    filled: dict[tuple[int, int], int] = {}
+    for owner, stack in entries:
+        shape = (stack.rows, stack.columns)
+        room = max(1, most // (stack.rows * stack.columns))
+        batches = by_shape.setdefault(shape, [[]])
+        first = 0
+        while first < stack.count:
+            free = room - filled.get(shape, 0)
+            if not free:
+                batches.append([])
+                filled[shape] = 0
+                continue
+            count = min(free, stack.count - first)
+            batches[-1].append((owner, stack.part(first, count)))
+            filled[shape] = filled.get(shape, 0) + count
+            first += count
+    return [batch for batches in by_shape.values() for batch in batches if batch]
