@@ -14,8 +14,8 @@ import config_fakes as fakes
 from intarsia import plugins
 from intarsia.cli import main
 from intarsia.config import resolve
-from intarsia.config.reference import fields
 from intarsia_console import reference
+from intarsia_console.fields import fields
 
 PLUGINS = fakes.loaded(fakes.CONSOLE)
 SUPPORT = str(Path(__file__).parents[1] / "support")

@@ -14,7 +14,7 @@ import pytest
 from intarsia import hookspecs, plugins
 from intarsia.cli import main
 from intarsia.config import Config, Recipe
-from intarsia.config.reference import fields
+from intarsia_console.fields import fields
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

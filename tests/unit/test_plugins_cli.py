@@ -75,8 +75,8 @@ def test_help_lists_commands_without_importing_them(acme, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "acme_cli_targets")
     code, out, err = run(capsys, "--help")
     assert (code, err) == (0, "")
-    assert "  echo            The echo. [acme-cli]\n" in out
-    assert "  intarsia:train " in out, "a name that two plugins offer is shown in full"
+    assert "  echo                    The echo. [acme-cli]\n" in out
+    assert "  intarsia-console:train " in out, "a name that two plugins offer is shown in full"
     assert "  acme-cli:train " in out
     assert "INTARSIA_TRACE" in out
     assert run(capsys)[0] == 2
@@ -99,7 +99,7 @@ def test_a_third_partys_command_runs(acme, capsys):
     ("words", "code", "message"),
     [
         (["ehco"], 2, "usage error: unknown command 'ehco'. Did you mean 'echo'?"),
-        (["train"], 2, "'train' is offered several times. Write 'intarsia:train' or 'acme-cli:train'"),
+        (["train"], 2, "'train' is offered several times. Write 'acme-cli:train' or 'intarsia-console:train'"),
         (["--verbose"], 2, "unknown option '--verbose'"),
         (["--disable"], 2, "--disable needs the name"),
         (["echo"], 2, "the following arguments are required: word"),
@@ -193,8 +193,8 @@ def test_show_a_plugin_and_an_entry(acme, capsys):
         assert [plugin["plugin"] for plugin in facts["plugins"]] == ["acme-cli/cli"]
         assert facts["plugins"][0]["hooks"] == {"offer_commands": []}
     facts = json.loads(run(capsys, "plugins", "show", "train", "--json")[1])
-    assert [shown["full_name"] for shown in facts["entries"]] == ["intarsia:train", "acme-cli:train"]
-    assert facts["entries"][1]["settings"] == []
+    assert [shown["full_name"] for shown in facts["entries"]] == ["acme-cli:train", "intarsia-console:train"]
+    assert facts["entries"][0]["settings"] == []
     assert "command acme-cli:echo: The echo." in run(capsys, "plugins", "show", "acme-cli:echo")[1]
     assert "hook offer_commands()" in run(capsys, "plugins", "show", "acme-cli")[1]
 
@@ -241,7 +241,7 @@ def test_doctor_imports_everything_and_reports_each_problem(acme, capsys):
     mine = {(p["plugin"], p["where"]): p["problem"] for p in facts["problems"] if p["plugin"].startswith("acme")}
     assert set(mine) == {("acme-bad/bad", "api"), ("acme-cli/cli", "command three, target"), ("acme-cli/cli", "command gone, target")}
     assert "must have add_arguments" in mine["acme-cli/cli", "command three, target"]
-    assert any("command 'train' is also offered as intarsia:train" in note["note"] for note in facts["notes"])
+    assert any("command 'train' is also offered as intarsia-console:train" in note["note"] for note in facts["notes"])
     text = run(capsys, "plugins", "doctor")[1]
     assert f"intarsia {__version__}, plugin API {PLUGIN_API}: 3 plugins" in text
     assert f"{len(facts['problems'])} problem(s)" in text
@@ -285,13 +285,13 @@ def test_trace_counts_the_calls_of_a_command():
     facts = json.loads(done.stdout)
     assert done.returncode == facts["exit_code"] == 0
     assert facts["command"] == ["plugins", "list"]
-    assert {call["plugin"] for call in facts["calls"]} == {"intarsia/core", "intarsia-console/console"}
+    assert {call["plugin"] for call in facts["calls"]} == {"intarsia-console/console"}
     totals = [(total["plugin"], total["calls"], total["errors"]) for total in facts["totals"] if total["hook"] == "offer_commands"]
-    assert sorted(totals) == [("intarsia-console/console", 1, 0), ("intarsia/core", 1, 0)]
+    assert sorted(totals) == [("intarsia-console/console", 1, 0)]
     assert "command: " in done.stderr, "the command's own output goes to stderr"
     done = spawn("plugins", "trace", "--calls", "--", "no-such-command", INTARSIA_PLUGINS_ALLOW="intarsia,intarsia-console")
     assert done.returncode == 2
-    assert "offer_commands()  intarsia/core" in done.stdout
+    assert "offer_commands()  intarsia-console/console" in done.stdout
     assert spawn("plugins", "trace", INTARSIA_PLUGINS_ALLOW="intarsia,intarsia-console").returncode == 0
 
 

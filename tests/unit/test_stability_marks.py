@@ -10,7 +10,7 @@ import sys
 import pytest
 
 DOORS = (
-    "errors", "contracts", "hookspecs", "plugins", "config", "layout", "transfer", "comm", "mesh", "device", "parameters", "ops", "checkpoint", "cli",
+    "errors", "contracts", "hookspecs", "plugins", "config", "layout", "comm", "mesh", "device", "parameters", "ops", "checkpoint", "cli",
 )  # fmt: skip
 """What plugins import from. Everything else in core is private."""
 

@@ -1,4 +1,4 @@
-"""Offers the metric sink `progress`, the launcher `local`, and the commands `config`, `show` and `plugins`. Torch-free."""
+"""Offers the metric sink `progress`, the launcher `local`, and the commands `train`, `config`, `show` and `plugins`. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def offer_metric_sinks() -> Sequence[Entry]:
 def offer_commands() -> Sequence[Entry]:
     """The commands."""
     return [
+        Entry(
+            name="train",
+            target="intarsia_console.train_command:command",
+            doc="Train a model by a recipe, or go on with a run.",
+        ),
         Entry(
             name="config",
             target="intarsia_console.config_command:command",

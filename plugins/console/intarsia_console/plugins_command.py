@@ -114,7 +114,7 @@ def settings_of(loaded: plugins.Plugins, entry: Entry) -> list[dict[str, Any]]:
     """Name, type, default (as typed on a command line; None: required) and doc of each field of the entry's config class."""
     if entry.config is None:
         return []
-    from intarsia.config.reference import fields
+    from intarsia_console.fields import fields
 
     rows = [field for field in fields(loaded.config_class(entry)) if "." not in field.path]
     return [{"name": row.path, "type": row.type, "default": row.default, "doc": row.doc} for row in rows]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from intarsia.config import Config, Recipe
-from intarsia.config.reference import fields
+
+from intarsia_console.fields import fields
 
 
 def table(node: type[Config], path: str = "") -> str:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from chz.util import MISSING
-
 from intarsia.config import shapes
 from intarsia.config.bases import Config
 from intarsia.config.recipe import Recipe
