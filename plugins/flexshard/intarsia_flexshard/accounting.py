@@ -15,6 +15,8 @@ from intarsia.layout import DTYPE_BYTES, region_numel
 from intarsia_flexshard.assign import BucketSpec
 from intarsia_flexshard.plan import Geometry
 
+# Elements that share a scale of four bytes in a quantised payload.
+TILE = 128 * 128
 # Buffers for packed gradients, each with one for what arrives.
 PACKS = 2
 
@@ -117,15 +119,20 @@ def measure(
         gradients=tuple(count * gradient for count in reduction.counts),
         slots=slots,
         accumulated=reduction.elements * reduce if settings.is_accumulating else 0,
-        whole=0 if is_alias else ((total if kept else 0) + geometry.copied) * compute,
-        staged=0 if is_alias or kept else total * compute,
+        whole=0 if is_alias else _on_wire(spec, (total if kept else 0) + geometry.copied),
+        staged=0 if is_alias or kept else _on_wire(spec, total),
         pack=0 if is_bare else reduction.total * wire,
         received=tuple(0 if is_bare or not is_cut else (group - 1) * count * wire for count in reduction.counts),
-        gather=tuple((total - count) * compute if is_cut else 0 for count in geometry.counts),
+        gather=tuple(_on_wire(spec, total - count) if is_cut else 0 for count in geometry.counts),
         reduce=tuple((group - 1) * count * wire if is_cut else 0 for count in reduction.counts),
         # A ring's sum: every rank receives each part once to add and once to have.
         replicas=tuple(sum(2 * (size - 1) * count * gradient // size for size in replicas) for count in reduction.counts),
     )
+
+
+def _on_wire(spec: BucketSpec, count: int) -> int:
+    """Bytes of `count` elements as they are gathered; of quantised ones the scales of whole tiles are reckoned."""
+    return count * DTYPE_BYTES[spec.compute] if spec.payload == "plain" else count + 4 * -(-count // TILE)
 
 
 def _slots(slots: Slots | None, held: int) -> int:
