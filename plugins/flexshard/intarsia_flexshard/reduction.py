@@ -54,8 +54,8 @@ def add_parts(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
 @functools.cache
 def best_add_parts(device_type: str) -> Callable[[Sequence[Tensor], Tensor, float], None]:
     """The fused sum where its kernels are installed and can run, else `add_parts`."""
-    if device_type == "cuda" and importlib.util.find_spec("intarsia_kernels_optimizer") and importlib.util.find_spec("triton"):
-        from intarsia_kernels_optimizer.sum import add_parts as fused
+    if device_type == "cuda" and importlib.util.find_spec("intarsia_kernels") and importlib.util.find_spec("triton"):
+        from intarsia_kernels.optimizer.sum import add_parts as fused
 
         return fused
     return add_parts

@@ -1,0 +1,169 @@
+"""AdamW of a flat run in one pass, in Triton, split masters and bfloat16 state included.
+
+A split master is read as halves and written as halves, rounded as `intarsia.parameters.split_master` does: the bfloat16 half is what an ordinary cast of the new value gives, and the
+next gather needs no cast. Numbers that change from step to step are read on the device or passed, so that a captured step stays right.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from intarsia_kernels.optimizer.launch import Launcher
+
+BLOCK, WARPS = 2048, 8
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@triton.jit
+def _read(pointer, offsets, left, WHOLE: tl.constexpr):
+    if WHOLE:
+        value = tl.load(pointer + offsets)
+    else:
+        value = tl.load(pointer + offsets, mask=offsets < left, other=0.0)
+    return value
+
+
+@triton.jit
+def _write(pointer, offsets, left, value, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(pointer + offsets, value)
+    else:
+        tl.store(pointer + offsets, value, mask=offsets < left)
+
+
+@triton.jit
+def _corrected(step, log_beta):
+    """1 - beta^t, to the last bits where beta^t is nearly 1."""
+    x = step * log_beta
+    tail = 1.0 + x / 5 * (1.0 + x / 6 * (1.0 + x / 7 * (1.0 + x / 8)))
+    series = -x * (1.0 + x / 2 * (1.0 + x / 3 * (1.0 + x / 4 * tail)))
+    return tl.where(x > -0.5, series, 1.0 - tl.exp(x))
+
+
+@triton.jit
+def _block(
+    value, low, mean, square, gradient, left, rate, root, shrink, new_mean, new_square, keep_square, eps,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    # Four at a time: what a thread reads of the widest is what it writes of all, and nothing moves between threads.
+    offsets = tl.max_contiguous(tl.arange(0, BLOCK), 4)
+    stored = _read(value, offsets, left, WHOLE)
+    if SPLIT:
+        high = stored.to(tl.int16, bitcast=True).to(tl.int32)
+        w = ((high << 16) + _read(low, offsets, left, WHOLE).to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        w = stored.to(tl.float32)
+    g = _read(gradient, offsets, left, WHOLE).to(tl.float32)
+    m = _read(mean, offsets, left, WHOLE).to(tl.float32)
+    v = _read(square, offsets, left, WHOLE).to(tl.float32)
+    m += new_mean * (g - m)
+    v = v * keep_square + new_square * (g * g)
+    w = w * shrink - rate * m / (tl.sqrt(v) * root + eps)
+    _write(mean, offsets, left, m.to(mean.dtype.element_ty), WHOLE)
+    _write(square, offsets, left, v.to(square.dtype.element_ty), WHOLE)
+    if SPLIT:
+        bits = w.to(tl.int32, bitcast=True)
+        # To nearest even, on the bits: the low half is what this leaves, so it must be this rounding.
+        high = tl.where(w == w, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FFF)
+        missing = tl.where(w == w, tl.minimum(bits - (high << 16), 0x7FFF), 0)
+        _write(value, offsets, left, high.to(tl.int16).to(value.dtype.element_ty, bitcast=True), WHOLE)
+        _write(low, offsets, left, missing.to(tl.int16), WHOLE)
+    else:
+        _write(value, offsets, left, w.to(value.dtype.element_ty), WHOLE)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["step", "lr"])
+def _adamw(
+    value, low, mean, square, gradient, step, lr, n, log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay,
+    SPLIT: tl.constexpr, LOADED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.load(step).to(tl.float32)
+    if LOADED:
+        speed = tl.load(lr).to(tl.float32)
+    else:
+        speed = lr
+    rate = speed / _corrected(t, log_mean)
+    root = 1.0 / tl.sqrt(_corrected(t, log_square))
+    shrink = 1.0 - speed * weight_decay
+    # A scalar of 64 bits and offsets of 32: wide offsets would take registers.
+    base = tl.program_id(0).to(tl.int64) * BLOCK
+    left = tl.minimum(n - base, BLOCK).to(tl.int32)
+    if left == BLOCK:  # Without a mask, so that accesses are wide whatever n is.
+        _block(
+            value + base, low + base, mean + base, square + base, gradient + base, left,
+            rate, root, shrink, new_mean, new_square, keep_square, eps, SPLIT, BLOCK, True,
+        )  # fmt: skip
+    else:
+        _block(
+            value + base, low + base, mean + base, square + base, gradient + base, left,
+            rate, root, shrink, new_mean, new_square, keep_square, eps, SPLIT, BLOCK, False,
+        )  # fmt: skip
+
+
+_launch = Launcher(_adamw, WARPS)
+
+
+@torch.no_grad()
+def fused_adamw(
+    value: Tensor,
+    low: Tensor | None,
+    mean: Tensor,
+    square: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """As `intarsia_optimizers.updates.adamw_update`, in float32: one launch, each tensor read and written once."""
+    size = value.numel()
+    if not size:
+        return
+    loaded = isinstance(lr, Tensor)
+    tensors = (value, value if low is None else low, mean, square, gradient)
+    scalars = (
+        step,
+        lr if loaded else float(lr),
+        size,
+        *(math.log(beta) if beta else -1e30 for beta in betas),
+        1.0 - betas[0],
+        1.0 - betas[1],
+        float(betas[1]),
+        float(eps),
+        float(weight_decay),
+    )
+    _launch(-(-size // BLOCK), tensors, scalars, (low is not None, loaded, BLOCK), size)
+
+
+def supports(
+    value: Tensor,
+    low: Tensor | None,
+    mean: Tensor,
+    square: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> str | None:
+    """Why a call cannot be taken."""
+    tensors = (value, mean, square, gradient)
+    wide = next((tensor.dtype for tensor in tensors if tensor.dtype not in FLOATS), None)
+    if wide is not None:
+        return f"it computes in float32 and takes no {wide}"
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return "a tensor is not contiguous"
+    if any(tensor.device != value.device for tensor in (*tensors, step, *([lr] if isinstance(lr, Tensor) else []))):
+        return "the tensors are on several devices"
+    return None
+
+
+fused_adamw.supports = supports  # type: ignore[attr-defined]

@@ -1,0 +1,40 @@
+"""Kernels for the update rules of `intarsia_optimizers.updates`. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from intarsia.contracts import KernelEntry
+from intarsia.hookspecs import hookimpl
+
+INTARSIA_API = 1
+
+
+@hookimpl(optionalhook=True)
+def offer_optimizer_kernels() -> Sequence[KernelEntry]:
+    """AdamW of a flat run in one launch, and Newton-Schulz by symmetric products."""
+    return [
+        KernelEntry(
+            name="fused_adamw",
+            op="adamw_update",
+            target="intarsia_kernels.optimizer.adamw:fused_adamw",
+            doc="AdamW in one pass over a flat run, split masters and bfloat16 state included.",
+            needs=("cuda", "triton"),
+            dtypes=("float32", "bfloat16"),
+            bounds={"*@float32": 2e-6, "*@bfloat16": 8e-3},
+            numerics="tolerance",
+            invariant=True,
+            priority=10,
+        ),
+        KernelEntry(
+            name="symmetric_newton_schulz",
+            op="newton_schulz",
+            target="intarsia_kernels.optimizer.newton_schulz:newton_schulz",
+            doc="Newton-Schulz in float16 by symmetric products, half of whose tiles are computed; each product by the strategy that is fastest for its shape.",
+            needs=("cuda", "triton"),
+            dtypes=("bfloat16", "float16"),
+            bounds={"*": 5e-2},
+            numerics="tolerance",
+            priority=10,
+        ),
+    ]

@@ -1,0 +1,97 @@
+"""Sums of several ranks' contributions in one pass, in Triton: what a reduction does with what it received.
+
+Contributions are read once in their own dtype, added in rank order in float32 and written once: the same bits as adding them one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from intarsia_kernels.optimizer import reference
+from intarsia_kernels.optimizer.launch import Launcher
+
+MOST = 8
+"""Contributions of one launch; more are added to the sum of the first eight, seven at a time."""
+
+BLOCK, WARPS = 2048, 4
+
+NARROW = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit
+def _read(pointer, offsets, left, WHOLE: tl.constexpr):
+    if WHOLE:
+        value = tl.load(pointer + offsets)
+    else:
+        value = tl.load(pointer + offsets, mask=offsets < left, other=0.0)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _block(p0, p1, p2, p3, p4, p5, p6, p7, out, base, left, scale, PARTS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    # Four at a time: what a thread reads of each is what it writes, and nothing moves between threads.
+    offsets = tl.max_contiguous(tl.arange(0, BLOCK), 4)
+    total = _read(p0 + base, offsets, left, WHOLE)
+    if PARTS > 1:
+        total += _read(p1 + base, offsets, left, WHOLE)
+    if PARTS > 2:
+        total += _read(p2 + base, offsets, left, WHOLE)
+    if PARTS > 3:
+        total += _read(p3 + base, offsets, left, WHOLE)
+    if PARTS > 4:
+        total += _read(p4 + base, offsets, left, WHOLE)
+    if PARTS > 5:
+        total += _read(p5 + base, offsets, left, WHOLE)
+    if PARTS > 6:
+        total += _read(p6 + base, offsets, left, WHOLE)
+    if PARTS > 7:
+        total += _read(p7 + base, offsets, left, WHOLE)
+    result = (total * scale).to(out.dtype.element_ty)
+    if WHOLE:
+        tl.store(out + base + offsets, result)
+    else:
+        tl.store(out + base + offsets, result, mask=offsets < left)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _add(p0, p1, p2, p3, p4, p5, p6, p7, out, n, scale, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    # A scalar of 64 bits and offsets of 32: wide offsets would take registers.
+    base = tl.program_id(0).to(tl.int64) * BLOCK
+    left = tl.minimum(n - base, BLOCK).to(tl.int32)
+    if left == BLOCK:  # Without a mask, so that accesses are wide whatever n is.
+        _block(p0, p1, p2, p3, p4, p5, p6, p7, out, base, left, scale, PARTS, BLOCK, True)
+    else:
+        _block(p0, p1, p2, p3, p4, p5, p6, p7, out, base, left, scale, PARTS, BLOCK, False)
+
+
+_launch = Launcher(_add, WARPS)
+
+
+def add_parts(parts: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
+    """As `reference.add_parts`, bit for bit: flat tensors of 16 or 32 bits in one launch for each eight of them, others by the reference."""
+    if out.dtype not in NARROW or not out.is_contiguous() or any(part.dtype not in NARROW or not part.is_contiguous() for part in parts):
+        reference.add_parts(parts, out, scale)
+        return
+    size = out.numel()
+    if not size:
+        return
+    blocks = -(-size // BLOCK)
+    if len(parts) > MOST:
+        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        _run(parts[:MOST], total, size, blocks, 1.0)
+        rest = parts[MOST:]
+        while len(rest) >= MOST:
+            _run([total, *rest[: MOST - 1]], total, size, blocks, 1.0)
+            rest = rest[MOST - 1 :]
+        parts = [total, *rest]
+    _run(parts, out, size, blocks, scale)
+
+
+def _run(parts: Sequence[Tensor], out: Tensor, size: int, blocks: int, scale: float) -> None:
+    count = len(parts)
+    _launch(blocks, [*parts, *[parts[0]] * (MOST - count), out], (size, float(scale)), (count, BLOCK), size)
