@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,13 +114,13 @@ class Sign:
         self.hidden = 0.0
 
     @torch.no_grad()
-    def step(self, factor: float) -> None:
+    def step(self, factor: float | Tensor, names: Collection[str] | None = None) -> None:
         for group, settings in self.groups:
             for name, parameter in group.parameters.items():
-                if parameter.grad is not None:
+                if parameter.grad is not None and (names is None or name in names):
                     self.update(name, parameter, settings["lr"] * factor, settings["weight_decay"])
 
-    def update(self, name: str, parameter: Tensor, lr: float, decay: float) -> None:
+    def update(self, name: str, parameter: Tensor, lr: Any, decay: float) -> None:
         assert parameter.grad is not None
         momentum = self.momentum[name].lerp_(parameter.grad, 0.5)
         parameter.mul_(1 - lr * decay).sub_(lr * momentum)
@@ -133,18 +133,18 @@ class Sign:
 
 
 class Ascending(Sign):
-    def update(self, name: str, parameter: Tensor, lr: float, decay: float) -> None:
+    def update(self, name: str, parameter: Tensor, lr: Any, decay: float) -> None:
         super().update(name, parameter, -lr, decay)
 
 
 class Noisy(Sign):
-    def update(self, name: str, parameter: Tensor, lr: float, decay: float) -> None:
+    def update(self, name: str, parameter: Tensor, lr: Any, decay: float) -> None:
         super().update(name, parameter, lr, decay)
         parameter += 1e-3 * torch.randn_like(parameter)
 
 
 class Hidden(Sign):
-    def update(self, name: str, parameter: Tensor, lr: float, decay: float) -> None:
+    def update(self, name: str, parameter: Tensor, lr: Any, decay: float) -> None:
         self.hidden += 1.0
         super().update(name, parameter, lr / self.hidden, decay)
 
@@ -155,7 +155,7 @@ class Lazy(Sign):
 
 
 class Replaced(Sign):
-    def update(self, name: str, parameter: Tensor, lr: float, decay: float) -> None:
+    def update(self, name: str, parameter: Tensor, lr: Any, decay: float) -> None:
         super().update(name, parameter, lr, decay)
         self.momentum[name] = self.momentum[name].clone()
 
@@ -166,12 +166,30 @@ class OddSlots(Sign):
 
 
 class Deaf(Sign):
-    def step(self, factor: float) -> None:
-        super().step(1.0)
+    def step(self, factor: float | Tensor, names: Collection[str] | None = None) -> None:
+        super().step(1.0, names)
+
+
+class Everything(Sign):
+    def step(self, factor: float | Tensor, names: Collection[str] | None = None) -> None:
+        super().step(factor)
+
+
+class Twice(Sign):
+    """Right where names choose, wrong where they are parts of one step."""
+
+    def step(self, factor: float | Tensor, names: Collection[str] | None = None) -> None:
+        self.hidden += 1.0
+        super().step(factor * (1.0 if names is None else 1.0 / self.hidden), names)
+
+
+class Numbers(Sign):
+    def step(self, factor: float | Tensor, names: Collection[str] | None = None) -> None:
+        super().step(1.0 if isinstance(factor, Tensor) else factor, names)
 
 
 class Coupled(Sign):
-    def update(self, name: str, parameter: Tensor, lr: float, decay: float) -> None:
+    def update(self, name: str, parameter: Tensor, lr: Any, decay: float) -> None:
         assert parameter.grad is not None
         parameter.grad += 0.1 * decay * parameter
         super().update(name, parameter, lr, 0.0)
@@ -184,10 +202,10 @@ class Ungrouped(Sign):
 
 
 class Touching(Sign):
-    def step(self, factor: float) -> None:
+    def step(self, factor: float | Tensor, names: Collection[str] | None = None) -> None:
         for momentum in self.momentum.values():
             momentum += 1.0
-        super().step(factor)
+        super().step(factor, names)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +218,9 @@ class Touching(Sign):
         (Replaced, "test_slots_exist_before_the_first_step", "slots are live"),
         (OddSlots, "test_slots_match_elements", "slots match elements"),
         (Deaf, "test_factor_scales_the_learning_rate", "factor scales the learning rate"),
+        (Numbers, "test_factor_may_be_a_tensor", "factor may be a tensor"),
+        (Everything, "test_names_choose_what_is_updated", "names choose what is updated"),
+        (Twice, "test_names_choose_what_is_updated", "names choose what is updated"),
         (Touching, "test_parameters_without_gradient_are_left_alone", "no gradient, no change"),
         (Coupled, "test_weight_decay_is_decoupled", "weight decay is decoupled"),
         (Ungrouped, "test_groups_override_fields", "groups override fields"),

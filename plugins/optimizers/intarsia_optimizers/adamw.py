@@ -53,9 +53,11 @@ class AdamRule(Rule):
         means, squares = states
         if self.implementation.fused:
             # Decoupled and not: torch has a kernel for each, and each calls its own weight_decay.
-            update = torch._fused_adam_ if self.l2 else torch._fused_adamw_
             options = {"beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps, "weight_decay": self.l2 or self.weight_decay}
-            update(values, gradients, means, squares, [], steps, lr=lr, amsgrad=False, maximize=False, **options)  # type: ignore[call-overload]
+            if self.l2:
+                torch._fused_adam_(values, gradients, means, squares, [], steps, lr=lr, amsgrad=False, maximize=False, **options)  # type: ignore[call-overload]
+            else:
+                torch._fused_adamw_(values, gradients, means, squares, [], steps, lr=lr, amsgrad=False, maximize=False, **options)  # type: ignore[call-overload]
         elif self.implementation.everywhere:
             for value, gradient, mean, square, step in zip(values, gradients, means, squares, steps, strict=True):
                 self.implementation.kernel(value, None, mean, square, gradient, step, lr, self.betas, self.eps, self.weight_decay)
@@ -78,7 +80,7 @@ def has_fused(parameters: Sequence[Tensor]) -> bool:
         probe = [[torch.zeros(1, device=device, dtype=dtype)] for _ in range(4)]
         options: dict[str, Any] = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1.0}
         try:
-            torch._fused_adamw_(*probe, [], [torch.ones((), device=device)], amsgrad=False, maximize=False, **options)
+            torch._fused_adamw_(*probe, [], [torch.ones((), device=device)], amsgrad=False, maximize=False, **options)  # type: ignore[call-overload]
         except (RuntimeError, NotImplementedError, AttributeError):
             return False
     return True

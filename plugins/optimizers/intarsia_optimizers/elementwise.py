@@ -159,7 +159,9 @@ class Elementwise:
         """The plan for these members. Members of one run stay one piece while they were updated equally often."""
         names = {member.name for member in active}
         known = {name: count for counter in self._counters for name, count in counter.known.items()}
-        work, order, splits = [], [], False
+        work: list[tuple[Rule, list[tuple[Piece, slice]]]] = []
+        order: list[nn.Parameter] = []
+        splits = False
         for rule, members in self._rules.items():
             chosen = [member for member in members if member.name in names]
             pieces = []

@@ -9,7 +9,7 @@ from intarsia.hookspecs import offer
 
 
 @offer("optimizer kernel", entry=KernelEntry)
-def offer_optimizer_kernels() -> Sequence[KernelEntry]:
+def offer_optimizer_kernels() -> Sequence[KernelEntry]:  # type: ignore[empty-body]
     """Kernels for the update rules of `intarsia_optimizers.updates`. Target: a callable with the signature of the rule that `op` names,
     `adamw_update` or `newton_schulz`.
 

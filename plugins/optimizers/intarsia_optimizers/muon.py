@@ -157,8 +157,10 @@ class Muon:
         if active not in self._plans:
             self._plans[active] = self._plan(active)
         whole, cut = self._plans[active]
-        for one in (*whole, *cut):
-            one.run(factor, self._orthogonal)
+        for batch in whole:
+            batch.run(factor, self._orthogonal)
+        for journeys in cut:
+            journeys.run(factor, self._orthogonal)
         self._rest.step(factor, chosen)
 
     def _plan(self, names: Sequence[str]) -> tuple[list[Whole], list[Cut]]:

@@ -97,12 +97,12 @@ def allocate(members: Sequence[Member], slots: Sequence[str], policy: str) -> li
     """Find the runs among `members`, whose settings are equal, and give them zero state: `run`, `place`, `begin` and `states` are set. Returns the runs."""
     runs = find_runs(members)
     for number, run in enumerate(runs):
-        first = run[0].value.storage_offset()
+        first = int(run[0].value.storage_offset())
         dtype = state_dtype_of(policy, run[0])
         span = run[-1].value.storage_offset() + run[-1].value.numel() - first
         buffers = {slot: torch.zeros(span, dtype=dtype, device=run[0].value.device) for slot in slots}
         for place, member in enumerate(run):
-            member.run, member.place, member.begin = number, place, member.value.storage_offset() - first
+            member.run, member.place, member.begin = number, place, int(member.value.storage_offset()) - first
             part = slice(member.begin, member.begin + member.value.numel())
             member.states = {slot: buffer[part] for slot, buffer in buffers.items()}
     return runs
@@ -121,7 +121,7 @@ def find_runs(members: Sequence[Member]) -> list[list[Member]]:
 
 
 def _place(member: Member) -> tuple[str, int, int]:
-    return str(member.value.device), member.value.untyped_storage()._cdata, member.value.storage_offset()
+    return str(member.value.device), member.value.untyped_storage()._cdata, int(member.value.storage_offset())
 
 
 def _adjacent(first: Member, second: Member) -> bool:

@@ -53,7 +53,8 @@ def adamw_update(
     """
 
     def rule(values: Tensors, gradients: Tensors, states: Sequence[Tensors]) -> None:
-        adam_lists(values, gradients, *states, [step], lr, betas, eps, weight_decay)
+        means, squares = states
+        adam_lists(values, gradients, means, squares, [step], lr, betas, eps, weight_decay)
 
     widened(rule, value, low, [mean, square], gradient)
 

@@ -10,7 +10,7 @@ The promises are those of `intarsia.contracts.Optimizer`, plus the two fields th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import chz
@@ -65,12 +65,20 @@ class Bench:
         """Half the squared distance to the goals."""
         return sum(float(((parameter.detach() - random_tensor(name, 1)) ** 2).sum()) / 2 for name, parameter in self.parameters.items())
 
-    def step(self, factor: float = 1.0, without: Sequence[str] = (), zero: bool = False) -> None:
-        """One update by the quadratic's gradient; parameters in `without` have none."""
+    def step(
+        self,
+        factor: float | Tensor = 1.0,
+        without: Sequence[str] = (),
+        zero: bool = False,
+        parts: Sequence[Collection[str] | None] = (None,),
+    ) -> None:
+        """One update by the quadratic's gradient; parameters in `without` have none. `parts` are the names of each call (None: all)."""
         for name, parameter in self.parameters.items():
             gradient = (parameter - random_tensor(name, 1)).detach() * (0.0 if zero else 1.0)
             parameter.grad = None if name in without else gradient
-        self.optimizer.step(factor)
+        for names in parts:
+            # An optimizer of before `names` is asked for everything without it.
+            self.optimizer.step(factor) if names is None else self.optimizer.step(factor, names)
 
     def values(self) -> dict[str, Tensor]:
         """Copies of the parameters."""
@@ -162,7 +170,9 @@ class OptimizerConformance(Conformance):
                         "slots are live",
                         f"{name}: step() replaced the tensor of slot {slot!r}, so a checkpoint loaded into it before is lost.",
                     )
-        if before and all(torch.equal(t, bench.optimizer.slots()[n][s]) for n, h in before.items() for s, (_, t) in h.items() if t.numel()):
+        if any(before.values()) and all(
+            torch.equal(t, bench.optimizer.slots()[n][s]) for n, h in before.items() for s, (_, t) in h.items() if t.numel()
+        ):
             broken("slots are live", "a step changed no slot although the optimizer lists some.")
 
     def test_slots_match_elements(self) -> None:
@@ -185,6 +195,32 @@ class OptimizerConformance(Conformance):
             moved, expected = half.values()[name] - value, (full.values()[name] - value) / 2
             if not torch.allclose(moved, expected, rtol=1e-3, atol=1e-6):
                 broken("factor scales the learning rate", f"step(0.5) does not move {name} by half of what step(1) does.")
+
+    def test_factor_may_be_a_tensor(self) -> None:
+        """step(factor) takes a 0-d tensor in place of a number: a captured step has its schedule there."""
+        number, tensor = Bench(self.made()), Bench(self.made())
+        for _ in range(2):
+            number.step(0.5)
+            tensor.step(torch.tensor(0.5))
+        for name, value in number.values().items():
+            if not torch.allclose(value, tensor.values()[name], rtol=1e-4, atol=1e-6):
+                broken("factor may be a tensor", f"{name}: step(torch.tensor(0.5)) does not do what step(0.5) does.")
+
+    def test_names_choose_what_is_updated(self) -> None:
+        """step(factor, names) updates only these; disjoint sets that cover all are one step."""
+        whole, parted, names = Bench(self.made()), Bench(self.made()), list(SHAPES)
+        before = parted.values()
+        parted.step(parts=[names[1:3]])
+        for name in [*names[:1], *names[3:]]:
+            if not torch.equal(before[name], parted.values()[name]):
+                broken("names choose what is updated", f"step(1.0, {names[1:3]}) changed {name}.")
+        parted = Bench(self.made())
+        for _ in range(2):
+            whole.step()
+            parted.step(parts=[names[1:3], [*names[:1], *names[3:]]])
+        for name, value in whole.values().items():
+            if not torch.allclose(value, parted.values()[name], rtol=1e-3, atol=1e-4):
+                broken("names choose what is updated", f"{name}: two calls for disjoint names that cover all differ from one call.")
 
     def test_parameters_without_gradient_are_left_alone(self) -> None:
         """Parameters whose grad is None keep value and state."""
