@@ -1,0 +1,291 @@
+"""Float8 with scales in Triton: weights by tiles, activations by pieces of rows, and the transpose that the input's gradient needs.
+
+The arithmetic is that of `intarsia.ops.scaled_reference`, bit for bit: scale = max(largest, 1e-12) / 448 in float32, payload = value * (1 / scale) rounded to nearest even.
+The largest magnitude is found among bit patterns, whose order as integers is that of the numbers, with NaN above all: a NaN is not hidden.
+
+Shape suffixes: M rows, K columns, k pieces of 128 columns; O output and I input features, o and i their tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from intarsia.ops.scaled_reference import FORMAT, LARGEST, SMALLEST
+from torch import Tensor
+
+PIECE = 128
+"""Columns of an activation's row that share a scale."""
+MAX_TILE = 2**15
+"""Elements of a tile that a program holds at once."""
+ROWS_PER_PROGRAM = 32
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+Boxes = tuple[tuple[int, int, int, int, int], ...]
+
+
+@triton.jit
+def _scale_of(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Scales for the largest magnitudes, which are given as bit patterns."""
+    largest = bits.to(tl.float32, bitcast=True)
+    largest = tl.where(largest < SMALLEST, SMALLEST, largest)
+    scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+    if POWER_OF_TWO:
+        pattern = scale.to(tl.int32, bitcast=True)
+        up = ((pattern + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(pattern < 0x7F800000, up, scale)
+    return scale
+
+
+@triton.jit
+def _encoded(values, scale, LARGEST: tl.constexpr):
+    """values / scale by the reciprocal, clamped: what is cast to float8."""
+    scaled = values * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return tl.where(scaled > LARGEST, LARGEST, tl.where(scaled < -LARGEST, -LARGEST, scaled))
+
+
+@triton.jit
+def _quantise_tiles(
+    values_pointer,
+    payload_pointer,
+    scales_pointer,
+    boxes_pointer,
+    boxes,
+    TILE_O: tl.constexpr,
+    TILE_I: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BOXES: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    listed = tl.arange(0, BOXES)
+    firsts = tl.load(boxes_pointer + listed * 6 + 5, mask=listed < boxes, other=2147483647)
+    box = tl.sum((firsts <= tile).to(tl.int32), axis=0) - 1
+    about = boxes_pointer + box * 6
+    value_offset = tl.load(about)
+    payload_offset = tl.load(about + 1)
+    scale_offset = tl.load(about + 2)
+    rows = tl.load(about + 3).to(tl.int32)
+    columns = tl.load(about + 4).to(tl.int32)
+    tile -= tl.load(about + 5).to(tl.int32)
+    across = tl.cdiv(columns, TILE_I)
+    row, column = tile // across * TILE_O, tile % across * TILE_I
+    o, i = tl.arange(0, BLOCK_O)[:, None], tl.arange(0, BLOCK_I)[None, :]
+    inside = (o < TILE_O) & (i < TILE_I) & (row + o < rows) & (column + i < columns)
+    begin = row.to(tl.int64) * columns + column
+    values = tl.load(values_pointer + value_offset + begin + (o * columns + i), mask=inside, other=0.0)
+    values = values.to(COMPUTE).to(tl.float32)
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    scale = _scale_of(tl.max(tl.max(bits, axis=1), axis=0), LARGEST, SMALLEST, POWER_OF_TWO)
+    payload = _encoded(values, scale, LARGEST).to(payload_pointer.dtype.element_ty)
+    tl.store(payload_pointer + payload_offset + begin + (o * columns + i), payload, mask=inside)
+    tl.store(scales_pointer + scale_offset + tile, scale)
+
+
+@functools.lru_cache(maxsize=4096)
+def _table(boxes: Boxes, tile: tuple[int, int], device: torch.device) -> tuple[Tensor, int]:
+    """`boxes`, each with the number of its first tile, on the device; and how many tiles there are."""
+    rows, count = [], 0
+    for box in boxes:
+        rows.append((*box, count))
+        count += triton.cdiv(box[3], tile[0]) * triton.cdiv(box[4], tile[1])
+    return torch.tensor(rows, dtype=torch.int64).to(device), count
+
+
+def quantise_tiles(values: Tensor, wire: Tensor, boxes: Boxes, tile: tuple[int, int], power_of_two: bool, dtype: torch.dtype) -> None:
+    """As `intarsia_flexshard.tiles.quantise_tiles`: one launch for all boxes. The table of boxes is built at the first call."""
+    if not boxes:
+        return
+    table, tiles = _table(boxes, tile, values.device)
+    blocks = triton.next_power_of_2(tile[0]), triton.next_power_of_2(tile[1])
+    _quantise_tiles[(tiles,)](
+        values,
+        wire.view(FORMAT),
+        wire[: wire.numel() // 4 * 4].view(torch.float32),
+        table,
+        len(boxes),
+        TILE_O=tile[0],
+        TILE_I=tile[1],
+        BLOCK_O=blocks[0],
+        BLOCK_I=blocks[1],
+        BOXES=triton.next_power_of_2(len(boxes)),
+        COMPUTE=TRITON_DTYPES[dtype],
+        LARGEST=LARGEST,
+        SMALLEST=SMALLEST,
+        POWER_OF_TWO=power_of_two,
+        num_warps=8 if blocks[0] * blocks[1] >= 8192 else 4,
+    )
+
+
+def supports_quantise(
+    values: Tensor, wire: Tensor, boxes: Boxes, tile: tuple[int, int], power_of_two: bool, dtype: torch.dtype
+) -> str | None:
+    """Why a call cannot be taken."""
+    if values.dtype not in TRITON_DTYPES or dtype not in TRITON_DTYPES:
+        return f"values in {values.dtype} for {dtype}"
+    return _tile_too_large(tile)
+
+
+quantise_tiles.supports = supports_quantise  # type: ignore[attr-defined]
+
+
+def _tile_too_large(tile: tuple[int, int]) -> str | None:
+    if triton.next_power_of_2(tile[0]) * triton.next_power_of_2(tile[1]) > MAX_TILE:
+        return f"a tile of {tile[0]} x {tile[1]}: a program holds {MAX_TILE} elements"
+    return None
+
+
+@triton.jit
+def _dequantise_tiles(
+    payload_pointer,
+    scales_pointer,
+    out_pointer,
+    rows,
+    columns,
+    payload_stack,
+    payload_row,
+    scales_stack,
+    scales_row,
+    out_stack,
+    out_row,
+    TILE_O: tl.constexpr,
+    TILE_I: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    across = tl.cdiv(columns, TILE_I)
+    tile_row, tile_column = tl.program_id(0) // across, tl.program_id(0) % across
+    matrix = tl.program_id(1).to(tl.int64)
+    row, column = tile_row * TILE_O, tile_column * TILE_I
+    o, i = tl.arange(0, BLOCK_O)[:, None], tl.arange(0, BLOCK_I)[None, :]
+    inside = (o < TILE_O) & (i < TILE_I) & (row + o < rows) & (column + i < columns)
+    scale = tl.load(scales_pointer + matrix * scales_stack + tile_row * scales_row + tile_column)
+    payload_pointer += matrix * payload_stack + row.to(tl.int64) * payload_row + column
+    out_pointer += matrix * out_stack + row.to(tl.int64) * out_row + column
+    payload = tl.load(payload_pointer + (o * payload_row + i), mask=inside)
+    tl.store(out_pointer + (o * out_row + i), (payload.to(tl.float32) * scale).to(out_pointer.dtype.element_ty), mask=inside)
+
+
+def dequantise_tiles(payload: Tensor, scales: Tensor, tile: tuple[int, int], out: Tensor) -> None:
+    """As `intarsia_flexshard.tiles.dequantise_tiles`."""
+    *stack, rows, columns = payload.shape
+    if not payload.numel():
+        return
+    stacked = bool(stack)
+    blocks = triton.next_power_of_2(tile[0]), triton.next_power_of_2(tile[1])
+    _dequantise_tiles[(triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]), stack[0] if stacked else 1)](
+        payload,
+        scales,
+        out,
+        rows,
+        columns,
+        payload.stride(0) if stacked else 0,
+        payload.stride(-2),
+        scales.stride(0) if stacked else 0,
+        scales.stride(-2),
+        out.stride(0) if stacked else 0,
+        out.stride(-2),
+        TILE_O=tile[0],
+        TILE_I=tile[1],
+        BLOCK_O=blocks[0],
+        BLOCK_I=blocks[1],
+        num_warps=8 if blocks[0] * blocks[1] >= 8192 else 4,
+    )
+
+
+def supports_dequantise(payload: Tensor, scales: Tensor, tile: tuple[int, int], out: Tensor) -> str | None:
+    """Why a call cannot be taken."""
+    if out.dtype not in TRITON_DTYPES:
+        return f"values in {out.dtype}"
+    if payload.dim() not in (2, 3) or any(tensor.numel() and tensor.stride(-1) != 1 for tensor in (payload, scales, out)):
+        return "neither a matrix nor a stack of matrices, or columns that are not adjacent"
+    return _tile_too_large(tile)
+
+
+dequantise_tiles.supports = supports_dequantise  # type: ignore[attr-defined]
+
+
+@triton.jit
+def _quantise_rows(
+    x_pointer,
+    payload_pointer,
+    scales_pointer,
+    rows,
+    padded,
+    columns,
+    stride,
+    ROWS: tl.constexpr,
+    PIECE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+):
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    wide = m.to(tl.int64)[:, None]
+    x = tl.load(x_pointer + wide * stride + c[None, :], mask=(m < rows)[:, None] & (c < columns)[None, :], other=0.0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    scale = _scale_of(tl.max(bits, axis=1), LARGEST, SMALLEST, False)
+    payload = _encoded(x, scale[:, None], LARGEST).to(payload_pointer.dtype.element_ty)
+    tl.store(payload_pointer + wide * columns + c[None, :], payload, mask=(m < padded)[:, None] & (c < columns)[None, :])
+    tl.store(scales_pointer + tl.program_id(1).to(tl.int64) * padded + m, scale, mask=m < padded)
+
+
+@torch.library.custom_op("intarsia::fp8_quantise_rows", mutates_args=())
+def quantise_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Payload [M, K] and scales [k, M] of rows in pieces of 128 columns; M is rounded up to a multiple of 4, and the rows added are zero.
+
+    An opaque operator, so that a compiler that meets the same activation twice (queries, keys and values) quantises it once.
+    """
+    rows, columns = x_MK.shape
+    padded = -(-rows // 4) * 4
+    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    payload_MK = torch.empty(padded, columns, dtype=FORMAT, device=x_MK.device)
+    scales_kM = torch.empty(triton.cdiv(columns, PIECE), padded, dtype=torch.float32, device=x_MK.device)
+    if rows:
+        grid = (triton.cdiv(padded, ROWS_PER_PROGRAM), scales_kM.shape[0])
+        _quantise_rows[grid](
+            x_MK,
+            payload_MK,
+            scales_kM,
+            rows,
+            padded,
+            columns,
+            x_MK.stride(0),
+            ROWS=ROWS_PER_PROGRAM,
+            PIECE=PIECE,
+            LARGEST=LARGEST,
+            SMALLEST=SMALLEST,
+        )
+    return payload_MK, scales_kM
+
+
+@quantise_rows.register_fake
+def _(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = x_MK.shape
+    padded = (rows + 3) // 4 * 4
+    return x_MK.new_empty(padded, columns, dtype=FORMAT), x_MK.new_empty((columns + PIECE - 1) // PIECE, padded, dtype=torch.float32)
+
+
+@triton.jit
+def _transpose(payload_pointer, out_pointer, rows, columns, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
+    a, b = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    payload_pointer += row.to(tl.int64) * columns + column
+    out_pointer += column.to(tl.int64) * rows + row
+    block = tl.load(payload_pointer + (a * columns + b), mask=(row + a < rows) & (column + b < columns), other=0)
+    tl.store(out_pointer + (a * rows + b), tl.trans(block), mask=(column + a < columns) & (row + b < rows))
+
+
+def transpose(payload_OI: Tensor) -> Tensor:
+    """[I, O], contiguous."""
+    rows, columns = payload_OI.shape
+    out = torch.empty(columns, rows, dtype=torch.uint8, device=payload_OI.device)
+    grid = (triton.cdiv(rows, PIECE), triton.cdiv(columns, PIECE))
+    _transpose[grid](payload_OI.view(torch.uint8), out, rows, columns, BLOCK=PIECE, num_warps=8)
+    return out.view(FORMAT)
