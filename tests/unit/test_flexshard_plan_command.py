@@ -277,3 +277,10 @@ def test_eight_billion_parameters_on_sixty_four_processes_take_seconds() -> None
 def test_assignment_and_arithmetic_import_no_torch() -> None:
     code = "import sys, intarsia_flexshard.accounting, intarsia_flexshard.assign, intarsia_flexshard.report, intarsia_flexshard.plan_command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_heads_bucket_is_driven_by_the_model_since_losses_read_it() -> None:
+    recipe = recipe_of("sharder.buckets.0.name=head", "sharder.buckets.0.match=head", "sharder.placement=flat")
+    planned = {bucket.spec.name: bucket.spec for bucket in plan_of(recipe, 2).buckets}
+    built = {bucket.name: bucket.spec for bucket in sharded(recipe, 0, 2)[1].buckets}
+    assert planned["head"].modules == built["head"].modules == ("",) and built["head"].is_root

@@ -10,7 +10,7 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from intarsia.config import PlacementConfig
 from intarsia.contracts import Member
@@ -115,6 +115,12 @@ def assign(
         inside = [members[0].block] if is_default else _drivers(members, modules, outside)
         specs.append(_spec(config, bucket, members, tuple(inside), compute, reduce))
     return sorted(specs, key=lambda spec: (not spec.is_root, min(order[info.name] for info in spec.infos)))
+
+
+def read_outside(model: Any) -> list[str]:
+    """The names of the parameters that are read outside of their module's forward: the head's weight, which losses ask the model for (`intarsia.contracts.Model`)."""
+    head = getattr(model, "head_weight_VD", None)
+    return [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is head]
 
 
 def member_of(info: Info, shape: Sequence[int] | None = None, owners: str = "elements") -> Member:

@@ -19,7 +19,7 @@ from intarsia.train.groups import freeze, optimizer_groups
 from torch import nn
 
 from intarsia_flexshard.accounting import BucketBytes, RankBytes, Settings, Slots, count_gathers, measure, rank_bytes
-from intarsia_flexshard.assign import BucketSpec, assign
+from intarsia_flexshard.assign import BucketSpec, assign, read_outside
 from intarsia_flexshard.bucket import BalancedPlacement, lay_out
 from intarsia_flexshard.plan import make_geometry
 from intarsia_flexshard.ring import group, slots_needed
@@ -64,7 +64,7 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins) -> Pla
     table = ParameterTable.from_model(model, precision.master, precision.compute, precision.reduce, train.seed)
     modules = dict(model.named_modules(remove_duplicate=False))
     running = [name for name, module in modules.items() if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))]
-    specs = assign(config, table.values(), model.regions().blocks, running, table.compute, table.reduce)
+    specs = assign(config, table.values(), model.regions().blocks, running, table.compute, table.reduce, read_outside(model))
     slots, optimizer = optimizer_slots(recipe, model, table, plugins)
     data_ranks = sizes["dp_replicate"] * sizes["dp_shard"]
     settings = Settings(

@@ -25,7 +25,7 @@ from intarsia.parameters import ParameterTable, materialise_buffers
 from intarsia.plugins import Plugins, current
 from torch import Tensor, nn
 
-from intarsia_flexshard.assign import BucketSpec, assign
+from intarsia_flexshard.assign import BucketSpec, assign, read_outside
 from intarsia_flexshard.bucket import BalancedPlacement, Bucket, Groups
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.lanes import Lanes
@@ -55,7 +55,7 @@ class FlexShard:
         modules = dict(model.named_modules(remove_duplicate=False))
         names = [name for name, module in modules.items() if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))]
         blocks = list(model.regions().blocks)  # type: ignore[operator]
-        specs = assign(config, table.values(), blocks, names, table.compute, table.reduce)
+        specs = assign(config, table.values(), blocks, names, table.compute, table.reduce, read_outside(model))
         lanes, groups = Lanes(mesh.device), self._groups(specs, mesh)
         is_split = config.master == "split"
         if is_split:
