@@ -16,7 +16,7 @@ import pytest
 import torch
 from intarsia.checkpoint import open_checkpoint
 from intarsia.cli import main
-from intarsia.train.events import read_events
+from intarsia_console.events import read_events
 
 RECIPE = f"{Path(__file__).with_name('train_recipes.py')}:tiny"
 TINY = ("evaluation.every=0", "checkpoint.every=2")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from intarsia.train.events import read_events
+from intarsia_console.events import read_events
 
 from tests.support.pip_site import install
 

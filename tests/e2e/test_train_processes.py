@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from intarsia.cli import main
-from intarsia.train.events import read_events
+from intarsia_console.events import read_events
 
 RECIPE = f"{Path(__file__).with_name('train_recipes.py')}:tiny"
 DEADLINE_S = 120

@@ -10,9 +10,10 @@ import sys
 
 import pytest
 from intarsia.errors import UsageError
-from intarsia.train.events import EventLog, append_event, read_events
+from intarsia.train.events import EventLog, append_event
 from intarsia.train.run_directory import RunDirectory, default_directory, newest_run
 from intarsia.train.signals import LAUNCHER, StopSignals
+from intarsia_console.events import read_events
 
 HOLD = """
 import sys

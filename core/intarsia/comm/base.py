@@ -112,8 +112,7 @@ class Communicator(abc.ABC):
         True sizes, any dtype; `local` may be `full`'s own part."""
         sized = len(counts) == self.size
         self._expect(local, counts[self.rank] if sized else -1, counts, "prepare_gather", what)
-        self._expect(full, sum(counts) if sized else -1, counts, "prepare_gather", what)
-        self._same_dtype(local, full, "prepare_gather", what)
+        self._expect(full, sum(counts) if sized else -1, counts, "prepare_gather", what, local)
         made = self.transport.prepare_gather(self, local, full, counts, what) if self.transport is not None else None
         return made or self._prepare_gather(local, full, list(counts), what)
 
@@ -124,8 +123,7 @@ class Communicator(abc.ABC):
         called. parts[r] is rank r's contribution to this rank's part, counts[rank] elements in `full`'s dtype, the own one a view of `full`; `out`
         is what the run was started with and may have another dtype. `scratch` (`full`'s dtype, size * counts[rank] elements suffice) receives;
         None allocates it once. On CUDA two ranks move the other's half only."""
-        self._expect(full, sum(counts) if len(counts) == self.size else -1, counts, "prepare_reduce_scatter", what)
-        self._same_dtype(full if scratch is None else scratch, full, "prepare_reduce_scatter", what)
+        self._expect(full, sum(counts) if len(counts) == self.size else -1, counts, "prepare_reduce_scatter", what, scratch)
         made = self.transport.prepare_reduce_scatter(self, full, counts, what, combine, scratch) if self.transport is not None else None
         return made or self._prepare_reduce(full, list(counts), what, combine, scratch)
 
@@ -141,6 +139,10 @@ class Communicator(abc.ABC):
         if self.transport is not None:
             self.statistic(what or "fence").calls += 1
             self.transport.fence(self)
+
+    def watch(self, what: str) -> None:  # noqa: B027 (most groups have no device to wait for)
+        """Say so, as of a collective, where what is enqueued on the current stream now (a captured graph that is replayed, say) does not end in time. `what`
+        names it. Nothing to do on CPU."""
 
     def duplicate(self, name: str, transport: Transport | None = None) -> Communicator:
         """The same ranks with a process group of their own, so that calls here and there never queue behind each other. A collective. `transport`
@@ -231,18 +233,16 @@ class Communicator(abc.ABC):
 
     # ------------------------------------------------------------ private
 
-    def _expect(self, tensor: Tensor, numel: int, counts: Sequence[int], op: str, what: str) -> None:
+    def _expect(self, tensor: Tensor, numel: int, counts: Sequence[int], op: str, what: str, other: Tensor | None = None) -> None:
+        if other is not None and (other.dtype, other.device) != (tensor.dtype, tensor.device):
+            raise DistributedError(
+                f"{op} {what!r} on rank {self.rank} of group {self.name!r}: buffers of {other.dtype} on {other.device} and of {tensor.dtype} on "
+                f"{tensor.device}. They must have one dtype and lie on one device."
+            )
         if tensor.dim() != 1 or tensor.numel() != numel or min(counts, default=0) < 0 or not tensor.is_contiguous():
             raise DistributedError(
                 f"{op} {what!r} on rank {self.rank} of group {self.name!r} (size {self.size}): a tensor of shape {tuple(tensor.shape)} does not "
                 f"match the counts {list(counts)}. It must be 1-D, contiguous and of the size that the counts say."
-            )
-
-    def _same_dtype(self, one: Tensor, other: Tensor, op: str, what: str) -> None:
-        if one.dtype != other.dtype or one.device != other.device:
-            raise DistributedError(
-                f"{op} {what!r} on rank {self.rank} of group {self.name!r}: buffers of {one.dtype} on {one.device} and of {other.dtype} on {other.device}. "
-                "They must have one dtype and lie on one device."
             )
 
     def _gather_texts(self, text: bytes, what: str) -> list[bytes]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from intarsia.comm.base import COMBINE, Communicator, ReduceOp, SelfCommunicator, call_text, ranks_text
 from intarsia.comm.prepared import Combine, GroupGather, GroupReduce, Prepared, PreparedReduce
+from intarsia.comm.watch import MARGIN_S, Watcher
 from intarsia.errors import DistributedError, UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class ProcessGroupCommunicator(Communicator):
         store: dist.Store | None = None,
         timeout_s: float = 600.0,
         check: bool = False,
+        watcher: Watcher | None = None,
     ) -> None:
         super().__init__(name, dist.get_rank(group), dist.get_world_size(group), device)
         self.group, self.timeout_s, self.check = group, timeout_s, check
@@ -51,6 +53,12 @@ class ProcessGroupCommunicator(Communicator):
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
         self._sequence, self._owns_world = 0, False
         self._parts: list[ProcessGroupCommunicator] = []
+        self.watcher = Watcher(timeout_s) if watcher is None else watcher
+        backend = self.device_backend()
+        if backend is not None:
+            self.watcher.groups.append(self)
+            limit = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
+            limit(datetime.timedelta(seconds=timeout_s + MARGIN_S))
         if check and store is None:
             raise UsageError(f"Group {name!r}: checking collectives needs a store.")
 
@@ -62,7 +70,7 @@ class ProcessGroupCommunicator(Communicator):
             raise DistributedError(f"Rank {self.rank} of group {self.name!r} is in none of the groups {groups} of {name!r}.")
         # Groups that were made one after the other may have one name.
         store = None if self.store is None else dist.PrefixStore(f"part{len(self._parts)}", self.store)
-        self._parts.append(ProcessGroupCommunicator(mine[-1], self.device, name, store, self.timeout_s, self.check))
+        self._parts.append(ProcessGroupCommunicator(mine[-1], self.device, name, store, self.timeout_s, self.check, self.watcher))
         return self._parts[-1]
 
     def duplicate(self, name: str, transport: Transport | None = None) -> Communicator:
@@ -73,6 +81,7 @@ class ProcessGroupCommunicator(Communicator):
         return made
 
     def close(self) -> None:
+        self.watcher.stop()
         for part in self._parts:
             part.close()
         if self._owns_world and dist.is_initialized():
@@ -162,7 +171,22 @@ class ProcessGroupCommunicator(Communicator):
 
     # ------------------------------------------------------------ saying where a rank is
 
+    def device_backend(self) -> Any:
+        """What moves tensors of the device; None where that is gloo too."""
+        return self.group._get_backend(torch.device("cuda")) if self._backends.get("cuda") == "nccl" and "group" in self.__dict__ else None
+
+    def watch_event(self, event: Any, record: dict[str, Any]) -> None:
+        self.watcher.add(self, event, record)
+
+    def watch(self, what: str) -> None:
+        if self.device_backend() is not None:
+            event = torch.cuda.Event()
+            event.record()
+            self.watcher.add(self, event, {"call": "device work", "what": what, "number": self._sequence})
+
     def _before(self, record: dict[str, Any]) -> None:
+        if self.watcher.error is not None:
+            raise self.watcher.error
         self._sequence += 1
         record["number"] = self._sequence
         if not self.check:

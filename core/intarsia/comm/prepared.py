@@ -52,6 +52,9 @@ class PreparedCall:
         self.statistic.bytes += self.bytes
         self.comm._before(self.record)
 
+    def wait(self) -> None:
+        """Return when the result is there: at once where `start` has done or enqueued all, as on CUDA."""
+
 
 class Prepared(PreparedCall, abc.ABC):
     """A gather: `full` becomes all ranks' parts in rank order. Stability: provisional."""
@@ -60,10 +63,6 @@ class Prepared(PreparedCall, abc.ABC):
     def start(self) -> None:
         """Begin."""
 
-    @abc.abstractmethod
-    def wait(self) -> None:
-        """Return when the result is there (at once on CUDA)."""
-
 
 class PreparedReduce(PreparedCall, abc.ABC):
     """A reduction to the owners of parts: `out` becomes the combination of all ranks' contributions to this rank's part. Stability: provisional."""
@@ -71,10 +70,6 @@ class PreparedReduce(PreparedCall, abc.ABC):
     @abc.abstractmethod
     def start(self, out: Tensor) -> None:
         """Begin. On CUDA `combine` is enqueued right behind the exchange."""
-
-    @abc.abstractmethod
-    def wait(self) -> None:
-        """Return when `out` is there (at once on CUDA)."""
 
 
 class PlainGather(Prepared):
@@ -91,9 +86,6 @@ class PlainGather(Prepared):
         if gathered.data_ptr() != self._full.data_ptr():
             self._full.copy_(gathered)
 
-    def wait(self) -> None:
-        """All is done by `start`."""
-
 
 class PlainReduce(PreparedReduce):
     """As `PlainGather`, for reductions."""
@@ -109,9 +101,6 @@ class PlainReduce(PreparedReduce):
         parts = self.comm._exchange(self._parts, self._receives) if self.comm.size > 1 else self._parts
         parts[self.comm.rank] = self._parts[self.comm.rank]
         self._combine(parts, out)
-
-    def wait(self) -> None:
-        """All is done by `start`."""
 
 
 class _GroupCall(PreparedCall):
@@ -157,7 +146,7 @@ class _GroupCall(PreparedCall):
             self.comm.watch_event(end, self.record)
 
     def wait(self) -> None:
-        """See `Prepared`."""
+        """See `PreparedCall`."""
         if not self._works:
             return
         began = time.perf_counter()

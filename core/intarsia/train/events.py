@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +95,3 @@ def _append(path: Path, record: Mapping[str, Any]) -> None:
 def append_event(directory: Path, event: str, **fields: Any) -> None:
     """Add one event to a run directory from outside the run (generation, evaluation of a finished run)."""
     EventLog(directory).write(event, **fields)
-
-
-def read_events(directory: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run directory in order; lines that are no JSON object (cut off by a kill) are left out."""
-    try:
-        lines = (directory / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "event" in record:
-            yield record

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from intarsia.errors import UsageError
-from intarsia.train.events import read_events
 from intarsia.train.run_directory import is_run
 
+from intarsia_console.events import read_events
 from intarsia_console.progress import clock, short
 
 BARS = "▁▂▃▄▅▆▇█"
