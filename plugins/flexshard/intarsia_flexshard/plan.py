@@ -75,8 +75,8 @@ def make_geometry(shapes: Sequence[Sequence[int]], regions: Sequence[Sequence[Re
     """The geometry for `regions[r][m]`. Members begin at multiples of `alignment` elements of the rank-major buffer, wherever a rank's part does not
     continue what the rank before has begun."""
     shapes = [tuple(shape) for shape in shapes]
-    ranges = [[_linear(region, shape) for region, shape in zip(row, shapes, strict=True)] for row in regions]
-    bridges = _bridges(regions, ranges)
+    ranges = [[linear_range(region, shape) for region, shape in zip(row, shapes, strict=True)] for row in regions]
+    bridges = bridges_of(regions, ranges)
     offsets, counts, base = [], [], 0
     for rank, row in enumerate(regions):
         position, mine = base, []
@@ -106,7 +106,7 @@ def _aligned(position: int, alignment: int) -> int:
     return -(-position // alignment) * alignment
 
 
-def _linear(region: Region, shape: Sequence[int]) -> tuple[int, int] | None:
+def linear_range(region: Region, shape: Sequence[int]) -> tuple[int, int] | None:
     """(begin, end) of a region that is a range of the row-major tensor; None for one that is not, and for an empty one."""
     strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
     begin = end = -1
@@ -121,7 +121,7 @@ def _linear(region: Region, shape: Sequence[int]) -> tuple[int, int] | None:
     return (begin, end) if region else None
 
 
-def _bridges(regions: Sequence[Sequence[Region]], ranges: Sequence[Sequence[tuple[int, int] | None]]) -> list[int | None]:
+def bridges_of(regions: Sequence[Sequence[Region]], ranges: Sequence[Sequence[tuple[int, int] | None]]) -> list[int | None]:
     """For each rank the member that goes on there from where the last rank with anything has left it; None where nothing does."""
     found: list[int | None] = []
     last: tuple[int, int] | None = None
