@@ -20,7 +20,6 @@ from intarsia.mesh import Mesh, check_mesh
 from intarsia.plugins import current
 from intarsia_flexshard.config import BucketConfig, FlexShardConfig
 from intarsia_flexshard.runtime import build as build_flexshard
-from intarsia_optimizers.adamw import build as build_adamw
 from intarsia_optimizers.config import AdamWConfig
 from intarsia_placements.config import Flat, Owned
 from torch import Tensor
@@ -178,7 +177,7 @@ class Ours:
             compile_parts(self.model)
         settings = AdamWConfig(**{**ADAMW, "lr": setup.lr}, decay_vectors=True)
         group = OptimizerGroup("all", {name: parameter for name, parameter in self.sharded.parameters().items() if parameter.requires_grad})
-        self.optimizer = build_adamw(settings, [group], self.table, comm)
+        self.optimizer = current().build(settings, [group], self.table, comm)
         self.tables = rotary_tables(setup.size, setup.device, torch.bfloat16)
 
     @property
