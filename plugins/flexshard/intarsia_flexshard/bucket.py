@@ -72,6 +72,9 @@ class Bucket:
         self.spec, self.name, self.groups, self.lanes, self.is_split = spec, spec.name, groups, lanes, is_split
         # Trained members first: then masters and gradients lie alike.
         self.infos: list[ParameterInfo] = sorted(spec.infos, key=lambda info: not info.trainable)  # type: ignore[arg-type]
+        self.is_kept = spec.reshard == "never" or spec.is_root
+        # What stays whole anyway and is needed in several places is gathered as the model's forward begins.
+        self.drivers = ("",) if self.is_kept and len(spec.modules) > 1 else spec.modules
         self.compute_dtype = getattr(torch, spec.compute)
         self.master_dtype = torch.bfloat16 if is_split else getattr(torch, table.dtype)
         shapes, regions, self.is_cut = lay_out(spec, self.infos, placement, table, mesh, owners)
@@ -197,6 +200,11 @@ class Bucket:
         if slot.dirty:
             lanes.gather.wait_event(slot.freed)
             slot.dirty = False
+        for pack in slot.packs:
+            if pack.dirty:
+                lanes.gather.wait_event(pack.read)
+            elif pack.user is not None:
+                pack.user.complete()
         lanes.enter(lanes.gather)
         source = self.payload.send()
         if self.gather is not None:

@@ -21,17 +21,30 @@ from torch import Tensor, nn
 
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.plan import Geometry
+from intarsia_flexshard.ring import Slot
 
 
 @dataclasses.dataclass(eq=False)
 class Pack:
-    """A buffer in which gradients are packed, and one for what other ranks send; `read`, if `dirty`, must be waited for before it is filled again."""
+    """A buffer in which gradients are packed, and one for what other ranks send; `read`, if `dirty`, must be waited for before it is filled again. It may lie in a
+    `slot`, whose parameters it then destroys."""
 
     buffer: Tensor
     scratch: Tensor
     read: Any
     dirty: bool = False
     user: Reduction | None = None
+    slot: Slot | None = None
+
+    def claim(self) -> bool:
+        """Take the slot's memory; False where somebody may be reading parameters there."""
+        if self.slot is None or self.slot.resident is None:
+            return True
+        if self.slot.resident.is_in_use:
+            return False
+        self.slot.resident.settle()
+        self.slot.resident = None
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +163,7 @@ class Reduction:
         else:
             pack = self.pack
             size, received = self.geometry.total * dtype.itemsize, self.pack_bytes(dtype)[1]
-            if pack is None or pack.buffer.numel() < size or pack.scratch.numel() < received:
+            if pack is None or pack.buffer.numel() < size or pack.scratch.numel() < received or not pack.claim():
                 pack = self.use(fresh_pack(size, received))
             if pack.user is not None and pack.user is not self:
                 pack.user.complete()

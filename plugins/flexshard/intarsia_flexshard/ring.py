@@ -17,6 +17,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from intarsia_flexshard.bucket import Bucket
+    from intarsia_flexshard.reduction import Pack
 
 # Buckets share a ring if the largest is at most this many times the smallest.
 SIMILAR = 1.5
@@ -24,13 +25,20 @@ SIMILAR = 1.5
 
 @dataclasses.dataclass(eq=False)
 class Slot:
-    """One buffer. `resident` is the bucket whose parameters are in it or on their way; `freed`, if `dirty`, must be waited for before it is filled again."""
+    """One buffer. `resident` is the bucket whose parameters are in it or on their way; `freed`, if `dirty`, must be waited for before it is filled again, and so
+    must what reads the `packs` that lie in it once the last bucket of the forward pass has been left."""
 
     buffer: Tensor
     staging: Tensor
     freed: Any
     resident: Bucket | None = None
     dirty: bool = False
+    packs: list[Pack] = dataclasses.field(default_factory=list)
+
+
+def aligned(size: int) -> int:
+    """At least `size` bytes, so that what comes after begins where every kernel likes it."""
+    return math.ceil(size / 512) * 512
 
 
 def group(order: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -50,10 +58,10 @@ def slots_needed(ring: Sequence[int], window: int) -> int:
     return max(sum(first <= other < first + window for other in ring) for first in ring)
 
 
-def make_slots(buckets: Sequence[Bucket], count: int, device: torch.device, event: Any) -> list[Slot]:
-    """`count` buffers, each as large as the largest of `buckets` needs; the n-th bucket lives in the n-th, counted round."""
+def make_slots(buckets: Sequence[Bucket], count: int, device: torch.device, event: Any, least: int = 0) -> list[Slot]:
+    """`count` buffers, each as large as the largest of `buckets` needs and of `least` bytes; the n-th bucket lives in the n-th, counted round."""
     sizes = [max(getattr(bucket.payload, name) for bucket in buckets) for name in ("whole_bytes", "staged_bytes")]
-    whole, staged = (math.ceil(size / 512) * 512 for size in sizes)
+    whole, staged = (aligned(size) for size in (max(sizes[0], least), sizes[1]))
     # On a device the gathering stream orders all uses of one staging buffer; on a CPU gathers of several slots run at once.
     shared = torch.empty(staged, dtype=torch.uint8, device=device)
     slots = []

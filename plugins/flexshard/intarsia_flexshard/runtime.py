@@ -30,12 +30,15 @@ from intarsia_flexshard.bucket import BalancedPlacement, Bucket, Groups
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.reduction import Pack, Reduction
-from intarsia_flexshard.ring import group, make_slots, slots_needed
+from intarsia_flexshard.ring import Slot, aligned, group, make_slots, slots_needed
 
 logger = logging.getLogger("intarsia.flexshard")
 
 # Reductions under way before the oldest is waited for: it bounds what gradients in flight take.
 PENDING = 2
+
+# The slot that lends its memory to gradients may be made this much larger for it.
+LENT = 1.25
 
 
 def build(config: FlexShardConfig) -> FlexShard:
@@ -121,8 +124,14 @@ class FlexShardModel:
         self._pending: list[Reduction] = []
         self.self_contained = False
         self.measure_host, self.host_seconds, self.host_buckets = False, 0.0, 0
-        self._order = [bucket for bucket in buckets if not bucket.is_alias]
+        # Buckets that take turns in rings, in execution order, and those that stay whole to the step's end.
+        self._order = [bucket for bucket in buckets if not (bucket.is_alias or bucket.is_kept)]
+        self._kept = [bucket for bucket in buckets if bucket.is_kept and not bucket.is_alias]
         self._place = {bucket.name: place for place, bucket in enumerate(self._order)}
+        self._device = comm.device
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for bucket in buckets:  # Backward of an embedding reads no weights.
+            bucket.needs_backward = not all(isinstance(modules[name], nn.Embedding) for name in bucket.drivers)
         self._make_memory()
         self._gathers = list(dict.fromkeys(bucket.groups.gather for bucket in buckets))
         masters = {name: master for bucket in buckets for name, master in bucket.masters.items()}
@@ -134,48 +143,53 @@ class FlexShardModel:
 
     def _make_memory(self) -> None:
         """Rings for whole parameters, and two buffers in which gradients are packed."""
-        device = self._comm.device if not self.buckets else self.buckets[0].groups.gather.device
-        turns = [bucket for bucket in self._order if not self._is_kept(bucket)]
-        places = [self._place[bucket.name] for bucket in turns]
-        keys = {id(bucket.groups.gather): number for number, bucket in enumerate(turns)}
-        for members in group([(bucket.payload.whole_bytes, keys[id(bucket.groups.gather)]) for bucket in turns]):
-            ring = [turns[member] for member in members]
-            window = 1 + max(max(self._depth, bucket.spec.keep) for bucket in ring)
-            make_slots(ring, slots_needed([places[member] for member in members], window), device, self.lanes.event)
-        for bucket in self._order:
-            if self._is_kept(bucket):
-                make_slots([bucket], 1, device, self.lanes.event)
+        device, order = self._device, self._order
         reductions = [bucket.reduction for bucket in self.buckets if bucket.reduction is not None]
         sizes = [reduction.pack_bytes(reduction.narrow) for reduction in reductions]
-        packs = [self._make_pack(*(max(size) for size in zip(*sizes, strict=True))) for _ in range(min(2, len(reductions)))]
-        for number, reduction in enumerate(reductions):
-            reduction.pack = packs[number % 2]
-
-    def _make_pack(self, size: int, received: int) -> Pack:
-        device = self.buckets[0].groups.gather.device
+        packed, received = (aligned(max(size)) for size in zip(*sizes, strict=True)) if sizes else (0, 0)
+        count = min(2, len(reductions))
+        # On a device the reducing stream orders all uses of one receive buffer; elsewhere exchanges run at once.
+        scratches = min(count, 1) if self.lanes.on_device else count
+        wanted = count * packed + scratches * received
+        keys = {id(bucket.groups.gather): number for number, bucket in enumerate(order)}
+        lent: Slot | None = None
+        for places in group([(bucket.payload.whole_bytes, keys[id(bucket.groups.gather)]) for bucket in order]):
+            ring = [order[place] for place in places]
+            needed = slots_needed(places, 1 + max(max(self._depth, bucket.spec.keep) for bucket in ring))
+            # Backward leaves the last bucket first; if no other of its slot is needed there, gradients are packed where its parameters were.
+            lends = ring[-1] is order[-1] and needed == 1 and not any(bucket.needs_backward for bucket in ring[:-1])
+            lends = lends and wanted <= LENT * max(bucket.payload.whole_bytes for bucket in ring)
+            slots = make_slots(ring, needed, device, self.lanes.event, wanted if lends else 0)
+            lent = slots[0] if lends else lent
+        for bucket in self._kept:
+            make_slots([bucket], 1, device, self.lanes.event)
         # Zeros: between members there may be gaps, which are summed with the rest.
-        return Pack(torch.zeros(size, dtype=torch.uint8, device=device), torch.empty(received, dtype=torch.uint8, device=device), None)
+        memory = torch.zeros(wanted, dtype=torch.uint8, device=device) if lent is None else lent.buffer.zero_()
+        packs = []
+        for number in range(count):
+            scratch = memory[count * packed + number % scratches * received :][:received]
+            packs.append(Pack(memory[number * packed : (number + 1) * packed], scratch, None, slot=lent))
+        if lent is not None:
+            lent.packs = packs
+        for number, reduction in enumerate(reductions):
+            reduction.use(packs[number % 2])
 
     def _grow_pack(self, pack: Pack | None, size: int, received: int) -> Pack:
-        """A larger pack for everybody who used `pack`. What used it is complete first."""
-        if pack is not None and pack.user is not None:
-            pack.user.complete()
+        """A pack of its own for everybody who used `pack`. What used it is complete first."""
         if pack is not None:
+            if pack.user is not None:
+                pack.user.complete()
             size, received = max(size, pack.buffer.numel()), max(received, pack.scratch.numel())
-        larger = self._make_pack(size, received)
+        larger = Pack(*(torch.zeros(each, dtype=torch.uint8, device=self._device) for each in (size, received)), None)
         for bucket in self.buckets:
             if bucket.reduction is not None and bucket.reduction.pack is pack:
                 bucket.reduction.use(larger)
         return larger
 
-    @staticmethod
-    def _is_kept(bucket: Bucket) -> bool:
-        return bucket.spec.reshard == "never" or bucket.spec.is_root
-
     def _plan_update(self) -> list[Phase]:
         """The last half first, while the first buckets' reductions end; then what the next step needs first, so that its gathers run under the rest."""
         first = self._order[: self._depth + 1]
-        early = [bucket for bucket in self.buckets if bucket in first or self._is_kept(bucket)]
+        early = [bucket for bucket in self.buckets if bucket in first or bucket.is_kept]
         others = [bucket for bucket in self.buckets if bucket not in early]
         half = len(others) // 2
         phases = []
@@ -189,13 +203,11 @@ class FlexShardModel:
         self._model.register_forward_pre_hook(torch.compiler.disable(lambda module, args: self._begin_pass()))
         found = []
         for bucket in self.buckets:
-            for name in bucket.spec.modules:
+            for name in bucket.drivers:
                 module, is_root = modules[name], name == ""
                 module.register_forward_pre_hook(self._before_forward(bucket, is_root), with_kwargs=True)
                 module.register_forward_hook(self._after_forward(bucket, is_root), with_kwargs=True, always_call=True)
                 found.append((bucket.name, module))
-            # Backward of an embedding reads no weights.
-            bucket.needs_backward = not all(isinstance(modules[name], nn.Embedding) for name in bucket.spec.modules)
         return found
 
     # ------------------------------------------------------------ the contract
@@ -226,7 +238,7 @@ class FlexShardModel:
                 self._reduce(bucket)
             bucket.open = True
             bucket.entered, bucket.calls, bucket.inside = False, 0, 0
-            if self._poison and not self._is_kept(bucket):
+            if self._poison and not bucket.is_kept:
                 bucket.free(True)
         if wait:
             self._complete_all()
@@ -250,7 +262,7 @@ class FlexShardModel:
         self._drop_gathered()
         if self.lanes.on_device and any(bucket.is_offloaded for bucket in self.buckets):
             self.lanes.gather.synchronize()  # The host is about to write what it copies from.
-        started = False
+        early, started = next(iter([*self._order, *self._kept]), None), False
         for phase in self._phases:
             for bucket in phase.buckets:
                 if bucket.reduction is not None:
@@ -259,11 +271,11 @@ class FlexShardModel:
                 optimizer.step(factor, phase.names)
             for bucket in phase.buckets:
                 bucket.payload.encode()
-            if not started and self._order and self._order[0] in phase.buckets:
+            if not started and early in phase.buckets:
                 started = True
                 self._is_stale = False
                 self._fence()
-                for bucket in dict.fromkeys([*self._order[: self._depth + 1], *filter(self._is_kept, self._order)]):
+                for bucket in [*self._order[: self._depth + 1], *self._kept]:
                     if bucket.slot is not None and bucket.slot.resident is None:
                         bucket.launch()
         self._pending.clear()
@@ -381,9 +393,9 @@ class FlexShardModel:
     def _prefetch(self, bucket: Bucket, direction: int, further: int = 0) -> None:
         """Begin to gather what comes next, `further` buckets more than the depth says."""
         place = self._place.get(bucket.name)
-        if place is None:
+        if place is None or not self._depth:
             return
-        for step in range(1, self._depth + further + 1 if self._depth else 1):
+        for step in range(1, self._depth + further + 1):
             other = place + direction * step
             if not 0 <= other < len(self._order):
                 return
@@ -397,11 +409,11 @@ class FlexShardModel:
 
     def _drop_gathered(self) -> None:
         self._epoch += 1
-        for bucket in self._order:
-            if bucket.is_unsharded:
+        for bucket in (*self._order, *self._kept):
+            assert bucket.slot is not None
+            if bucket.slot.resident is bucket:
                 bucket.settle()
                 bucket.free(self._poison)
-                assert bucket.slot is not None
                 bucket.slot.resident = None
 
     def _change_depth(self) -> None:
@@ -416,7 +428,7 @@ class FlexShardModel:
 
     def _forget_events(self) -> None:
         """Everything has been joined: no event of the past needs to be waited for."""
-        for bucket in self._order:
+        for bucket in (*self._order, *self._kept):
             bucket.is_flying = False
             assert bucket.slot is not None
             bucket.slot.dirty = False
@@ -492,7 +504,7 @@ class FlexShardModel:
                 hidden = not outputs and bool(bucket.trained)
             if hidden:
                 bucket.entered = True
-            elif not (is_root or bucket.entered or bucket.inside or self._is_kept(bucket)) and self._reshard:
+            elif not (is_root or bucket.entered or bucket.inside or bucket.is_kept) and self._reshard:
                 bucket.free(self._poison)
             if self.measure_host:
                 self.host_seconds += time.perf_counter() - begin
@@ -525,7 +537,7 @@ class FlexShardModel:
             return
         begin = time.perf_counter() if self.measure_host else 0.0
         bucket.entered = False
-        if not self._is_kept(bucket) and self._reshard:
+        if not bucket.is_kept and self._reshard:
             bucket.free(self._poison)
         # The bucket before is there already, and this one's slot is free.
         self._prefetch(bucket, -1, 1)
