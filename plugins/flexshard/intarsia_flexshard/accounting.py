@@ -147,7 +147,8 @@ def count_gathers(
     `buckets` are in execution order, `slots` the (ring, slot) that each lives in (None: it is not gathered); `forward_only` those whose backward
     needs no parameters. A bucket is gathered where a pass needs it and another has taken its slot; in a step's first pass nothing is there yet.
     """
-    found, resident = [0] * len(buckets), {}
+    found = [0] * len(buckets)
+    resident: dict[tuple[int, int] | None, int] = {}
     forward = [index for index, slot in enumerate(slots) if slot is not None]
     # What the model itself drives is there for the whole pass, so that it is asked for once only.
     backward = [index for index in reversed(forward) if not forward_only[index]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from intarsia.config import PlacementConfig
@@ -309,7 +309,7 @@ def _spec(
     compute: str | None,
     reduce: str | None,
 ) -> BucketSpec:
-    dtypes: Mapping[str, str] = {info.dtype: info.name for info in reversed(members)}
+    dtypes: dict[str, str] = {info.dtype: info.name for info in reversed(members)}
     if len(dtypes) > 1:
         shown = " and ".join(f"{name!r} is {dtype}" for dtype, name in reversed(dtypes.items()))
         raise UsageError(f"Bucket {bucket.name!r} mixes dtypes: {shown}. A bucket has one master dtype: put them in buckets of their own.")
