@@ -23,6 +23,8 @@ from intarsia_flexshard.plan import EQUAL_SHARES, Geometry, bridges_of, linear_r
 
 SCALES = ("float32", "power_of_two")
 SCALE_BYTES = 4
+# Where scales and values begin: what the widest load of one thread wants.
+SMALL_ALIGNMENT = 16
 
 Kind = Literal["payload", "scales", "values"]
 # In the order of a rank's shard: where values begin there (elements), where payload and scales begin on the wire (bytes, scales), rows and columns.
@@ -97,8 +99,8 @@ class _Rank:
         self.placed[member, kind] = self.count
         self.count += size
 
-    def align(self) -> None:
-        self.count = -(-self.count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    def align(self, to: int = ALIGNMENT_BYTES) -> None:
+        self.count = -(-self.count // to) * to
 
 
 def make_wire(geometry: Geometry, tiles: Sequence[tuple[int, ...] | None], width: int) -> Wire:
@@ -157,10 +159,11 @@ def _lay_out(row: Sequence[Region], grid: Sequence[Region], tiles: Sequence[obje
     rank.align()
     for member, (boxes, tile) in enumerate(zip(grid, tiles, strict=True)):
         if tile:
+            rank.align(SMALL_ALIGNMENT)
             rank.place(member, "scales", region_numel(boxes) * SCALE_BYTES)
     for member, (region, tile) in enumerate(zip(row, tiles, strict=True)):
         if not tile:
-            rank.count = -(-rank.count // width) * width
+            rank.align(SMALL_ALIGNMENT)
             rank.place(member, "values", region_numel(region) * width)
     rank.count += gap
     for member, (region, tile) in enumerate(zip(row, tiles, strict=True)):
