@@ -29,7 +29,7 @@ def run_transfers(comm: Communicator, jobs: Sequence[Job], what: str = "transfer
     for (sends, receives), (_, source, _) in zip(moves, jobs, strict=True):
         for move in sends:
             if move.destination != comm.rank:
-                packed[move.destination].append(move.source_view(source).reshape(-1).view(torch.uint8))
+                packed[move.destination].append(move.source_view(source).reshape(-1).contiguous().view(torch.uint8))
         for move in receives:
             if move.source != comm.rank:
                 expected[move.source] += move.box.numel * source.element_size()
