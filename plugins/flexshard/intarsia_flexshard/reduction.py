@@ -107,6 +107,7 @@ class Reduction:
         self._is_bare = len(self.parameters) == 1 and geometry.starts[0] == 0 and geometry.total == geometry.elements
         self._accumulated: list[Tensor | None] = [None] * len(self.parameters)
         self._targets: dict[torch.dtype, list[Target]] = {}
+        self._views: dict[torch.dtype, list[Tensor] | None] = {}
         self._prepared: dict[torch.dtype, Any] = {}
         self.pack: Pack | None = None
         self.done = lanes.event()
@@ -224,6 +225,12 @@ class Reduction:
         if dtype not in self._prepared:
             self._targets[dtype] = [_target(self.geometry, member, source) for member in range(len(self.parameters))]
             self._prepared[dtype] = self._prepare(source, pack.scratch)
+            views = [target.views[0] for target in self._targets[dtype] if target.boxes is None]
+            self._views[dtype] = views if len(views) == len(self.parameters) else None
+        views = self._views[dtype]
+        if views is not None and all(gradient is not None for gradient in gradients):
+            torch._foreach_copy_(views, gradients)
+            return source, self._prepared[dtype]
         into: list[Tensor] = []
         values: list[Tensor] = []
         for target, gradient in zip(self._targets[dtype], gradients, strict=True):
@@ -261,7 +268,7 @@ class Reduction:
             return
         assert self._result is not None
         self._total = self._result
-        parts = torch.split_with_sizes(self._total, self._split)[:: 2]
+        parts = torch.split_with_sizes(self._total, self._split)[::2]
         for master, part, shape in zip(self.masters, parts, self._shapes, strict=True):
             master.grad = part if shape is None else part.view(shape)
 

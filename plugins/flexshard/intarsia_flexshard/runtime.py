@@ -10,6 +10,7 @@ the same modules make the same calls in the same order, whatever their data does
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -90,8 +91,9 @@ class FlexShard:
             if spec.axes not in gathers:
                 shards = mesh.comm(*spec.axes)
                 alone = shards.size == 1
-                gathers[spec.axes] = (shards if alone else shards.duplicate("gather", transport)), (
-                    shards if alone else shards.duplicate("reduce")
+                gathers[spec.axes] = (
+                    (shards if alone else shards.duplicate("gather", transport)),
+                    (shards if alone else shards.duplicate("reduce")),
                 )
             gather, reduce = gathers[spec.axes]
             if (spec.axes, spec.replicas) not in found:
@@ -200,7 +202,7 @@ class FlexShardModel:
 
     def _install(self) -> list[tuple[str, nn.Module]]:
         modules = dict(self._model.named_modules(remove_duplicate=False))
-        self._model.register_forward_pre_hook(torch.compiler.disable(lambda module, args: self._begin_pass()))
+        self._model.register_forward_pre_hook(_untraced(lambda module, args: self._begin_pass()))
         found = []
         for bucket in self.buckets:
             for name in bucket.drivers:
@@ -300,7 +302,9 @@ class FlexShardModel:
     def drive(self, driver: str) -> None:
         """Who decides when buckets move: hooks (module calls and their backward), or schedule (only the calls below)."""
         if driver not in ("hooks", "schedule"):
-            raise UsageError(f"A bucket is driven by hooks or by a schedule, not by {driver!r}. {did_you_mean(driver, ('hooks', 'schedule'))}")
+            raise UsageError(
+                f"A bucket is driven by hooks or by a schedule, not by {driver!r}. {did_you_mean(driver, ('hooks', 'schedule'))}"
+            )
         self._driven = driver == "hooks"
 
     def unshard(self, name: str, wait: bool = True) -> None:
@@ -438,15 +442,22 @@ class FlexShardModel:
 
     # ------------------------------------------------------------ reductions
 
+    def _accumulate(self, bucket: Bucket) -> None:
+        assert bucket.reduction is not None
+        with torch.no_grad():
+            bucket.reduction.accumulate()
+
     def _reduce(self, bucket: Bucket) -> None:
-        reduction = bucket.reduction
-        assert reduction is not None
-        bucket.open = False
-        if len(self._pending) >= PENDING:
-            self._pending.pop(0).complete()
-        reduction.complete()
-        reduction.start(self._any_unsynced, lambda *sizes: self._grow_pack(reduction.pack, *sizes))
-        self._pending.append(reduction)
+        # Backward computes without gradients of its own, unless it was asked to create a graph; calls from outside may come with them.
+        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+            reduction = bucket.reduction
+            assert reduction is not None
+            bucket.open = False
+            if len(self._pending) >= PENDING:
+                self._pending.pop(0).complete()
+            reduction.complete()
+            reduction.start(self._any_unsynced, lambda *sizes: self._grow_pack(reduction.pack, *sizes))
+            self._pending.append(reduction)
 
     def _complete_all(self) -> None:
         for reduction in self._pending:
@@ -456,7 +467,6 @@ class FlexShardModel:
     # ------------------------------------------------------------ hooks
 
     def _before_forward(self, bucket: Bucket, is_root: bool) -> Callable[..., None]:
-        @torch.compiler.disable
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._driven:
                 return
@@ -470,7 +480,7 @@ class FlexShardModel:
             if not recomputing:
                 self._prefetch(bucket, 1)
             if not is_root and torch.is_grad_enabled():
-                inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+                inputs = _differentiable(args, kwargs)
                 if inputs:
                     # Fires when the gradients of all inputs are known. Autograd runs later operations first, so the parameters have theirs by then.
                     if len(inputs) == 1:
@@ -483,10 +493,9 @@ class FlexShardModel:
                 self.host_seconds += time.perf_counter() - begin
                 self.host_buckets += 1
 
-        return before_forward
+        return _untraced(before_forward)
 
     def _after_forward(self, bucket: Bucket, is_root: bool) -> Callable[..., None]:
-        @torch.compiler.disable
         def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self._driven:
                 return
@@ -495,7 +504,7 @@ class FlexShardModel:
             hidden = False
             if torch.is_grad_enabled():
                 epoch = self._epoch
-                outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+                outputs = _differentiable(output)
                 for tensor in outputs:
                     # Before the operation that made the output, and so after what leaves a module that has this output as its input.
                     node = tensor.grad_fn
@@ -509,7 +518,7 @@ class FlexShardModel:
             if self.measure_host:
                 self.host_seconds += time.perf_counter() - begin
 
-        return after_forward
+        return _untraced(after_forward)
 
     def _enter(self, bucket: Bucket, epoch: int) -> None:
         """The backward pass has reached the module's output."""
@@ -543,12 +552,8 @@ class FlexShardModel:
         self._prefetch(bucket, -1, 1)
         # Gradients of parameters that several calls share come with the last of them.
         if bucket.reduction is not None and bucket.open and not bucket.calls:
-            if self._last or self._config.gradients == "sharded":
-                with torch.no_grad():
-                    self._reduce(bucket)
-            else:
-                with torch.no_grad():
-                    bucket.reduction.accumulate()
+            is_due = self._last or self._config.gradients == "sharded"
+            (self._reduce if is_due else self._accumulate)(bucket)
         if self.measure_host:
             self.host_seconds += time.perf_counter() - begin
 
@@ -560,7 +565,9 @@ def _check_split(table: ParameterTable, specs: Sequence[BucketSpec]) -> None:
             f"{sorted({spec.compute for spec in specs})}. Set precision.master=float32 precision.compute=bfloat16, or sharder.master=float32."
         )
     if not hasattr(torch.Tensor, "grad_dtype"):
-        raise UsageError(f"sharder.master=split needs gradients of another dtype than their tensor's, which torch {torch.__version__} lacks.")
+        raise UsageError(
+            f"sharder.master=split needs gradients of another dtype than their tensor's, which torch {torch.__version__} lacks."
+        )
 
 
 def _in_backward() -> bool:
@@ -568,14 +575,33 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dicts and dataclasses."""
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """`hook`, left out where torch.compile traces around it. The usual decorator would cost every call more than the hook does."""
+    disabled = torch.compiler.disable(hook)
+
+    def run(*arguments: Any) -> None:
+        (disabled if torch.compiler.is_compiling() else hook)(*arguments)
+
+    return run
+
+
+def _differentiable(*values: Any) -> list[Tensor]:
+    """The tensors that require gradients in nested tuples, lists, dicts and dataclasses, each once."""
+    found: list[Tensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
+        if value.requires_grad and not any(value is other for other in found):
+            found.append(value)
     elif isinstance(value, (tuple, list)):
         for each in value:
-            yield from _tensors(each)
+            _collect(each, found)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        for each in value.values():
+            _collect(each, found)
     elif dataclasses.is_dataclass(value):
-        yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
+        for field in dataclasses.fields(value):
+            _collect(getattr(value, field.name), found)
