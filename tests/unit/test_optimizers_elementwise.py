@@ -142,6 +142,26 @@ def test_what_lies_between_and_is_nobodys_padding_is_not_touched() -> None:
         assert not buffer[:5].eq(1).any() and not shards.parameters["b.weight"].eq(1).any()
 
 
+@pytest.mark.parametrize("whose", ["another rule's", "frozen"])
+def test_zeros_that_are_a_parameter_are_not_taken_for_padding(whose: str) -> None:
+    buffer, gradient = torch.zeros(96), torch.zeros(96)
+    places = {"a.weight": (0, 5), "b.bias": (5, 4), "c.weight": (32, 32)}
+    shards = Shards(shapes={name: (length, 1) if "weight" in name else (length,) for name, (_, length) in places.items()})
+    for name, (begin, length) in places.items():
+        shards.parameters[name] = nn.Parameter(buffer[begin : begin + length])
+    if whose == "frozen":
+        shards.table["b.bias"].trainable = False
+        shards.parameters.pop("b.bias")
+    optimizer = built(AdamWConfig(), shards)
+    buffer[32:] = 1.0
+    assert [len(run) for runs in optimizer._elementwise._runs.values() for run in runs] == [1, 1, 1][: len(shards.parameters)]
+    gradient[5:9] = 1.0  # what lies there by chance
+    for name, parameter in shards.parameters.items():
+        parameter.grad = gradient[places[name][0] :][: places[name][1]]
+    optimizer.step(1.0)
+    assert buffer[5:9].any() == (whose != "frozen")
+
+
 def test_gradients_of_neighbouring_storages_are_not_taken_for_one() -> None:
     """Two tensors may be neighbours in memory by chance; views of one storage are told from them by its size."""
     shards = Shards(shapes={"a.weight": (32, 1), "b.weight": (32, 1)})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from intarsia_optimizers.runs import Member, Piece, allocate, local_member, pieces_of
+from intarsia_optimizers.runs import Member, Order, Piece, allocate, local_member, pieces_of
 from intarsia_optimizers.updates import Scalar, Tensors, widened
 
 if TYPE_CHECKING:
@@ -99,18 +99,24 @@ class _Plan:
 class Elementwise:
     """Parameters under elementwise rules.
 
-    Arguments: `parts` are (rule, local parameters by name); `state_dtype` is `master` or `bfloat16`. Parameters without a gradient keep value and state.
+    Arguments: `parts` are (rule, local parameters by name); `state_dtype` is `master` or `bfloat16`; `order` knows the optimizer's other parameters too, if there are
+    any. Parameters without a gradient keep value and state.
     """
 
     def __init__(
-        self, parts: Sequence[tuple[Rule, Mapping[str, nn.Parameter]]], table: ParameterTable, state_dtype: str = "master"
+        self,
+        parts: Sequence[tuple[Rule, Mapping[str, nn.Parameter]]],
+        table: ParameterTable,
+        state_dtype: str = "master",
+        order: Order | None = None,
     ) -> None:
         self._rules: dict[Rule, list[Member]] = {}
         for rule, parameters in parts:
             members = self._rules.setdefault(rule, [])
             members += [local_member(name, parameter, table) for name, parameter in parameters.items()]
         self.members = {member.name: member for members in self._rules.values() for member in members}
-        self._runs = {rule: allocate(members, rule.slots, state_dtype) for rule, members in self._rules.items()}
+        order = order or Order({name: member.parameter for name, member in self.members.items()}, table)
+        self._runs = {rule: allocate(members, rule.slots, state_dtype, order) for rule, members in self._rules.items()}
         counted: dict[torch.device, list[str]] = {}
         for rule, members in self._rules.items():
             for member in members if rule.counted else ():

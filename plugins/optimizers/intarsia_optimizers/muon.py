@@ -28,7 +28,7 @@ from intarsia_optimizers.kernels import choose_kernel
 from intarsia_optimizers.matrices import check_splits, find_split, is_matrix, matrices_of
 from intarsia_optimizers.muon_update import Cut, Update, Whole, plan
 from intarsia_optimizers.ownership import cut_text, find_ownership, group_of
-from intarsia_optimizers.runs import Member, allocate, local_member, master_dtype
+from intarsia_optimizers.runs import Member, Order, allocate, local_member, master_dtype
 from intarsia_optimizers.settings import BOUNDS, check_choice, check_state_dtype, group_settings
 from intarsia_optimizers.updates import Scalar, newton_schulz
 
@@ -93,8 +93,9 @@ class Muon:
             self._rates[group.name] = settings.lr
             if rest:
                 self._rates[f"{group.name}.adamw"] = settings.adamw_lr
-        self._rest = Elementwise(parts, table, policy)
-        allocate(list(self._members.values()), ("momentum",), policy)
+        order = Order({name: parameter for group in groups for name, parameter in group.parameters.items()}, table)
+        self._rest = Elementwise(parts, table, policy, order)
+        allocate(list(self._members.values()), ("momentum",), policy, order)
         self._dtype: torch.dtype = getattr(torch, config.newton_schulz_dtype)
         device = next((member.value.device for member in self._members.values()), comm.device)
         self._newton_schulz = choose_kernel(

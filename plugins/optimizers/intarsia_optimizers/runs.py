@@ -8,14 +8,18 @@ likewise, one flat buffer for a run; a parameter's slots are views of it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
-from intarsia.contracts.placement import ALIGNMENT_BYTES
+from intarsia.contracts import ALIGNMENT_BYTES
 from intarsia.errors import PluginError
 from intarsia.layout import region_numel
 from intarsia.parameters import ParameterTable
 from torch import Tensor, nn
+
+# Most elements of padding: members of bytes are aligned by so many.
+PADDING = ALIGNMENT_BYTES - 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,13 +97,13 @@ def state_dtype_of(policy: str, member: Member) -> torch.dtype:
     return torch.bfloat16 if policy == "bfloat16" else master_dtype(member)
 
 
-def allocate(members: Sequence[Member], slots: Sequence[str], policy: str) -> list[list[Member]]:
+def allocate(members: Sequence[Member], slots: Sequence[str], policy: str, order: Order) -> list[list[Member]]:
     """Find the runs among `members`, whose settings are equal, and give them zero state: `run`, `place`, `begin` and `states` are set. Returns the runs."""
-    runs = find_runs(members)
+    runs = find_runs(members, order)
     for number, run in enumerate(runs):
         first = int(run[0].value.storage_offset())
         dtype = state_dtype_of(policy, run[0])
-        span = run[-1].value.storage_offset() + run[-1].value.numel() - first
+        span = int(run[-1].value.storage_offset()) + run[-1].value.numel() - first
         buffers = {slot: torch.zeros(span, dtype=dtype, device=run[0].value.device) for slot in slots}
         for place, member in enumerate(run):
             member.run, member.place, member.begin = number, place, int(member.value.storage_offset()) - first
@@ -108,42 +112,59 @@ def allocate(members: Sequence[Member], slots: Sequence[str], policy: str) -> li
     return runs
 
 
-def find_runs(members: Sequence[Member]) -> list[list[Member]]:
+class Order:
+    """Where all parameters lie that an optimizer knows of, and which follow each other in one storage with nothing but padding between.
+
+    `parameters` are all of them, whatever their settings; a bucket that has frozen ones, which are nobody's to know, is taken to have no padding.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], table: ParameterTable) -> None:
+        frozen = {info.bucket for info in table.values() if not info.trainable}
+        self._exact = {name for name in parameters if table[name].bucket in frozen}
+        held = [(_place(parameter), name) for name, parameter in parameters.items() if parameter.numel()]
+        names = [name for _, name in sorted(held)]
+        self._next = dict(itertools.pairwise(names))
+
+    def joins(self, first: Member, second: Member) -> bool:
+        """Whether `second` begins where `first` ends, but for padding; in the low halves too."""
+        if self._next.get(first.name) != second.name or (first.low is None) != (second.low is None):
+            return False
+        if not _follows(first.value, second.value, 0 if first.name in self._exact else PADDING):
+            return False
+        if first.low is None or second.low is None:
+            return True
+        same = first.low.untyped_storage()._cdata == second.low.untyped_storage()._cdata
+        return (
+            same
+            and second.low.storage_offset() - first.low.storage_offset() == second.value.storage_offset() - first.value.storage_offset()
+        )
+
+
+def find_runs(members: Sequence[Member], order: Order) -> list[list[Member]]:
     """`members` in groups of neighbours, each in the order of its storage; a member without elements is a group of its own."""
     runs = [[member] for member in members if not member.value.numel()]
-    held = sorted((member for member in members if member.value.numel()), key=_place)
-    for member in held:
-        if runs and runs[-1][-1].value.numel() and _adjacent(runs[-1][-1], member):
+    held = sorted((member for member in members if member.value.numel()), key=lambda member: _place(member.value))
+    for index, member in enumerate(held):
+        if index and order.joins(held[index - 1], member):
             runs[-1].append(member)
         else:
             runs.append([member])
     return runs
 
 
-def _place(member: Member) -> tuple[str, int, int]:
-    return str(member.value.device), member.value.untyped_storage()._cdata, int(member.value.storage_offset())
+def _place(tensor: Tensor) -> tuple[str, int, int]:
+    return str(tensor.device), tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
-def _adjacent(first: Member, second: Member) -> bool:
-    """Whether `second` begins where `first` ends, but for padding that is nobody's; in the low halves too."""
-    if (first.low is None) != (second.low is None) or not _follows(first.value, second.value):
-        return False
-    if first.low is None or second.low is None:
-        return True
-    same = first.low.untyped_storage()._cdata == second.low.untyped_storage()._cdata
-    return same and second.low.storage_offset() - first.low.storage_offset() == second.value.storage_offset() - first.value.storage_offset()
-
-
-def _follows(first: Tensor, second: Tensor) -> bool:
+def _follows(first: Tensor, second: Tensor, padding: int) -> bool:
     if first.untyped_storage()._cdata != second.untyped_storage()._cdata or first.dtype != second.dtype:
         return False
-    end, begin, width = first.storage_offset() + first.numel(), second.storage_offset(), first.element_size()
-    if end == begin:
-        return True
-    if begin < end or (begin - end) * width >= ALIGNMENT_BYTES or begin * width % ALIGNMENT_BYTES:
-        return False
+    end = first.storage_offset() + first.numel()
+    gap = second.storage_offset() - end
+    if gap <= 0 or gap > padding:
+        return gap == 0
     # Padding is zero, and an update leaves zeros zero. What is not zero belongs to somebody.
-    return first.is_meta or not bool(first.as_strided((begin - end,), (1,), end).any())
+    return first.is_meta or not bool(first.as_strided((gap,), (1,), end).any())
 
 
 def pieces_of(members: Sequence[Member], counts: Mapping[str, float] | None = None) -> list[Piece]:
