@@ -1,6 +1,8 @@
 """Newton-Schulz and Muon on GPUs: accuracy, the rate of symmetric products, and the optimizer's step. Writes one JSON.
 
-    python benchmarks/muon_gpu.py --tune OUT.json       one GPU, about a minute: accuracy and products only
+    python benchmarks/muon_gpu.py --tune OUT.json       one GPU, about two minutes: accuracy and products only
+    python benchmarks/muon_gpu.py OUT.json              two GPUs, about three minutes: the optimizer's step (`muon_step.py`)
+    python benchmarks/muon_gpu.py OUT.json --device cpu --debug-sizes       does it run? (gloo)
 
 Needs `intarsia_kernels` and `intarsia_optimizers` on the path. Random data; medians of device times by events, variants interleaved in rounds.
 """
@@ -13,9 +15,11 @@ import dataclasses
 import functools
 import json
 import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -293,15 +297,8 @@ def drop_broken(limit: float) -> dict[str, str]:
     return broken
 
 
-def main() -> int:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--tune", action="store_true", help="accuracy and products only")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("This benchmark needs a CUDA device.", file=sys.stderr)
-        return 1
+def tune(out: Path) -> None:
+    """Accuracy and products on one GPU."""
     begun = time.monotonic()
     add_variants()
     results: dict[str, Any] = {"facts": facts()}
@@ -314,9 +311,65 @@ def main() -> int:
     for name, step in steps.items():
         print(f"{name} ({time.monotonic() - begun:.0f} s)", flush=True)
         results[name] = step()
-        options.out.write_text(json.dumps(results, indent=1))
+        out.write_text(json.dumps(results, indent=1))
     print(f"done ({time.monotonic() - begun:.0f} s)", flush=True)
-    return 0
+
+
+def spawn(processes: int, limit: float) -> int:
+    """The step's benchmark in fresh processes; the highest exit status. Those that outlast the limit are ended."""
+    with tempfile.TemporaryDirectory(prefix="muon-") as folder:
+        running = []
+        for rank in range(processes):
+            environment = {
+                "NCCL_NVLS_ENABLE": "0",
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes),
+                "INTARSIA_RENDEZVOUS": f"file://{folder}/store",
+            }
+            running.append(subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--worker"], env=environment))
+        end = time.monotonic() + limit
+        codes = []
+        for process in running:
+            try:
+                codes.append(abs(process.wait(max(0.1, end - time.monotonic()))))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                codes.append(124)
+            if codes[-1]:
+                # The others would wait for it.
+                end = min(end, time.monotonic() + 20)
+    return max(codes)
+
+
+def main() -> int:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tune", action="store_true", help="Accuracy and products only.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--debug-sizes", action="store_true", help="Tiny matrices: the figures mean nothing.")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--each", type=int, default=5, help="Steps of each variant in a round; the first does not count.")
+    parser.add_argument("--limit-s", type=float, default=235.0, help="How long it may take.")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        from muon_step import worker
+
+        worker(options)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("This benchmark needs a CUDA device. To see whether it runs: --device cpu --debug-sizes", file=sys.stderr)
+        return 1
+    if options.tune:
+        tune(options.out)
+        return 0
+    options.out.write_text(json.dumps({"facts": facts() if options.device == "cuda" else {}}))
+    return spawn(torch.cuda.device_count() if options.device == "cuda" else 2, options.limit_s)
 
 
 if __name__ == "__main__":
