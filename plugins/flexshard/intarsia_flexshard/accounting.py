@@ -17,8 +17,11 @@ from intarsia_flexshard.plan import Geometry
 
 # Elements that share a scale of four bytes in a quantised payload.
 TILE = 128 * 128
-# Buffers for packed gradients, each with one for what arrives.
+# Buffers for packed gradients.
 PACKS = 2
+# The slot of whole parameters that lends its memory to gradients may be made this much larger for it; memory comes in multiples of so many bytes.
+LENT = 1.25
+ALIGNED = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +34,15 @@ class Slots:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What holds for all buckets. `slots` by parameter; None: unknown. `micro_batches` are those of one rank in a step."""
+    """What holds for all buckets. `slots` by parameter; None: unknown. `micro_batches` are those of one rank in a step. `on_device`: exchanges are ordered by a stream
+    and share one receive buffer, and a rank's own part is not sent to itself."""
 
     master: str = "float32"
     is_split: bool = False
     is_sharded_accumulation: bool = False
     micro_batches: int = 1
     slots: Mapping[str, Slots] | None = None
+    on_device: bool = True
 
     @property
     def is_accumulating(self) -> bool:
@@ -47,7 +52,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class BucketBytes:
-    """One bucket. `pack` is where its gradients are packed, `received` where those of other ranks arrive; `gather` and `reduce` are what a rank receives in one of them, `replicas` what it receives in the sum over replicas and uncut shards."""
+    """One bucket. `pack` is what its packed gradients take as they were computed, `received` those of other ranks that arrive; `gather` and `reduce` are what a rank receives in one of them, `replicas` what it receives in the sum over replicas and uncut shards."""
 
     spec: BucketSpec
     is_cut: bool
@@ -66,6 +71,11 @@ class BucketBytes:
     gather: tuple[int, ...]
     reduce: tuple[int, ...]
     replicas: tuple[int, ...]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it stays whole to the step's end, in memory of its own."""
+        return self.spec.reshard == "never" or self.spec.is_root
 
     @property
     def is_alias(self) -> bool:
@@ -108,6 +118,7 @@ def measure(
             sum(_slots(settings.slots.get(name), count) for name, count in zip(names[:trained], row, strict=False)) for row in held
         )
     group, total = len(geometry.counts), geometry.total
+    parts = group if group > 2 and not settings.on_device else group - 1
     return BucketBytes(
         spec=spec,
         is_cut=is_cut,
@@ -121,8 +132,8 @@ def measure(
         accumulated=reduction.elements * reduce if settings.is_accumulating else 0,
         whole=0 if is_alias else _on_wire(spec, (total if kept else 0) + geometry.copied),
         staged=0 if is_alias or kept else _on_wire(spec, total),
-        pack=0 if is_bare else reduction.total * wire,
-        received=tuple(0 if is_bare or not is_cut else (group - 1) * count * wire for count in reduction.counts),
+        pack=0 if is_bare else reduction.total * compute,
+        received=tuple(0 if is_bare or not is_cut else parts * count * compute for count in reduction.counts),
         gather=tuple(_on_wire(spec, total - count) if is_cut else 0 for count in geometry.counts),
         reduce=tuple((group - 1) * count * wire if is_cut else 0 for count in reduction.counts),
         # A ring's sum: every rank receives each part once to add and once to have.
@@ -181,8 +192,25 @@ class RankBytes:
         return self.masters + self.cast + self.gradients + (self.optimizer or 0) + self.accumulated + self.whole + self.pack
 
 
-def rank_bytes(buckets: Sequence[BucketBytes], places: Sequence[int], gathers: Sequence[int], whole: int, reductions: int) -> RankBytes:
-    """What a rank at `places[b]` of bucket b's group has; `whole` is what all slots take, `reductions` how many reductions each bucket has in a step."""
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """`count` slots of `whole` bytes and one staging buffer. `may_lend`: backward leaves it first, and needs nothing else of it."""
+
+    count: int
+    whole: int
+    staged: int
+    may_lend: bool = False
+
+
+def rank_bytes(
+    buckets: Sequence[BucketBytes],
+    places: Sequence[int],
+    gathers: Sequence[int],
+    rings: Sequence[Ring],
+    reductions: int,
+    settings: Settings,
+) -> RankBytes:
+    """What a rank at `places[b]` of bucket b's group has; `reductions` is how many reductions each bucket has in a step."""
     sums = dict.fromkeys(("masters", "cast", "gradients", "optimizer", "host", "gather", "reduce", "replicas"), 0)
     is_known = True
     for bucket, place, count in zip(buckets, places, gathers, strict=True):
@@ -198,12 +226,37 @@ def rank_bytes(buckets: Sequence[BucketBytes], places: Sequence[int], gathers: S
         sums["gather"] += bucket.gather[place] * count
         sums["reduce"] += bucket.reduce[place] * reductions
         sums["replicas"] += bucket.replicas[place] * reductions
-    packs = min(PACKS, sum(any(bucket.gradients) for bucket in buckets))
-    packed = max((bucket.pack for bucket in buckets), default=0)
-    received = max((bucket.received[place] for bucket, place in zip(buckets, places, strict=True)), default=0)
+    whole, pack = _buffers(buckets, places, rings, settings)
     return RankBytes(
         accumulated=sum(bucket.accumulated for bucket in buckets),
         whole=whole,
-        pack=packs * (packed + received),
+        pack=pack,
         **{**sums, "optimizer": sums["optimizer"] if is_known else None},  # type: ignore[arg-type]
     )
+
+
+def _buffers(buckets: Sequence[BucketBytes], places: Sequence[int], rings: Sequence[Ring], settings: Settings) -> tuple[int, int]:
+    """Bytes of whole parameters, and of packed gradients beside them: they lie in a slot that backward has left where that is large enough."""
+    packed = [(bucket, bucket.received[place]) for bucket, place in zip(buckets, places, strict=True) if any(bucket.gradients)]
+    count = min(PACKS, len(packed))
+    pack = aligned(max((bucket.pack for bucket, _ in packed), default=0))
+    received = aligned(max((size for _, size in packed), default=0))
+    wanted = count * pack + (min(count, 1) if settings.on_device else count) * received
+    lender = next((ring for ring in rings if ring.may_lend and wanted <= LENT * ring.whole), None)
+    whole = sum(ring.count * aligned(max(ring.whole, wanted * (ring is lender))) + aligned(ring.staged) for ring in rings)
+    beside = 0 if lender is not None else wanted
+    if settings.is_accumulating and any(bucket.spec.reduce != bucket.spec.compute for bucket, _ in packed):
+        # Accumulated gradients are wider, and get packs of their own when they are first sent.
+        beside = 0
+        for number in range(count):
+            turns = [
+                (bucket, DTYPE_BYTES[bucket.spec.reduce], DTYPE_BYTES[bucket.spec.compute], size) for bucket, size in packed[number::PACKS]
+            ]
+            beside += max(bucket.pack // narrow * wide for bucket, wide, narrow, _ in turns)
+            beside += max(size // narrow * wide for _, wide, narrow, size in turns)
+    return whole, beside
+
+
+def aligned(size: int) -> int:
+    """At least `size` bytes, as the runtime rounds its buffers."""
+    return -(-size // ALIGNED) * ALIGNED

@@ -58,6 +58,8 @@ class FlexShardConfig(SharderConfig):
     owners: str = chz.field(
         default="elements", doc="What balances owners: elements, or newton_schulz (the time of Muon's update of each matrix)."
     )
-    transport: TransportConfig | None = chz.field(default=None, doc="What moves gathers instead of the process group, where the device has it.")
+    transport: TransportConfig | None = chz.field(
+        default=None, doc="What moves gathers instead of the process group, where the device has it."
+    )
     timeout_s: float | None = chz.field(default=None, doc="Seconds after which a collective that waits is an error. None: the group's own.")
     debug: bool = chz.field(default=False, doc="Overwrite released parameters with NaN instead of freeing them, so that a late use shows.")

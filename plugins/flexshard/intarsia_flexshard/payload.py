@@ -52,7 +52,9 @@ class PlainPayload:
     is sent as it is, else it is cast into `cast` (1-D, the shard's size, on the device of the gather) first.
     """
 
-    def __init__(self, geometry: Geometry, master: Tensor, cast: Tensor | None, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(
+        self, geometry: Geometry, master: Tensor, cast: Tensor | None, parameters: Sequence[nn.Parameter], dtype: torch.dtype
+    ) -> None:
         self.counts, self.dtype = geometry.counts, dtype
         self._geometry, self._master, self._cast, self._parameters = geometry, master, cast, list(parameters)
         # Where nothing is contiguous nothing needs to stay of what arrives.

@@ -18,7 +18,7 @@ from intarsia.plugins import Plugins
 from intarsia.train.groups import freeze, optimizer_groups
 from torch import nn
 
-from intarsia_flexshard.accounting import BucketBytes, RankBytes, Settings, Slots, count_gathers, measure, rank_bytes
+from intarsia_flexshard.accounting import BucketBytes, RankBytes, Ring, Settings, Slots, count_gathers, measure, rank_bytes
 from intarsia_flexshard.assign import BucketSpec, assign, read_outside
 from intarsia_flexshard.bucket import BalancedPlacement, lay_out
 from intarsia_flexshard.plan import make_geometry
@@ -54,8 +54,9 @@ class Plan:
     optimizer: str
 
 
-def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins) -> Plan:
-    """The plan of a recipe whose sharder is FlexShard, over a mesh of checked `sizes`. Raises UsageError as the build of a run would."""
+def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_device: bool = True) -> Plan:
+    """The plan of a recipe whose sharder is FlexShard, over a mesh of checked `sizes`, for GPUs or else for processes that compute on CPUs. Raises UsageError as the build
+    of a run would."""
     config: Any = recipe.sharder
     with torch.device("meta"):
         model = plugins.build(recipe.model)
@@ -73,10 +74,11 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins) -> Pla
         is_sharded_accumulation=config.gradients == "sharded",
         micro_batches=max(math.ceil(math.ceil(train.global_batch / data_ranks) / train.micro_batch), 1),
         slots=slots,
+        on_device=on_device,
     )
     buckets, placements = cut(specs, table, sizes, settings, config.owners, plugins)
     only = [all(isinstance(modules[name], nn.Embedding) for name in spec.modules) for spec in specs]
-    places, whole = lay_rings(buckets)
+    places, rings = lay_rings(buckets, only)
     gathers = count_gathers(buckets, places, settings.micro_batches, only)
     reductions = settings.micro_batches if settings.is_sharded_accumulation else 1
     return Plan(
@@ -90,7 +92,7 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins) -> Pla
         placements=tuple(placements),
         gathers=tuple(gathers),
         ranks=tuple(
-            rank_bytes(buckets, [_place(bucket, sizes, coordinates) for bucket in buckets], gathers, whole, reductions)
+            rank_bytes(buckets, [_place(bucket, sizes, coordinates) for bucket in buckets], gathers, rings, reductions, settings)
             for coordinates in all_coordinates(sizes)
         ),
         optimizer=optimizer,
@@ -125,35 +127,30 @@ def cut(
     return buckets, names
 
 
-def lay_rings(buckets: Sequence[BucketBytes]) -> tuple[list[tuple[int, int] | None], int]:
-    """The (ring, slot) of each bucket as the runtime gives them out, None for those that are their own shard; and the bytes of all slots and of staging."""
+def lay_rings(buckets: Sequence[BucketBytes], forward_only: Sequence[bool]) -> tuple[list[tuple[int, int] | None], list[Ring]]:
+    """The (ring, slot) of each bucket as the runtime gives them out, None for those that are their own shard; and the rings. `forward_only` are buckets whose backward
+    reads no parameters."""
     places: list[tuple[int, int] | None] = [None] * len(buckets)
-    order = [index for index, bucket in enumerate(buckets) if not bucket.is_alias]
-    turns = [index for index in order if not _is_kept(buckets[index])]
-    positions = {index: position for position, index in enumerate(order)}
+    turns = [index for index, bucket in enumerate(buckets) if not (bucket.is_alias or bucket.is_kept)]
     depth = max((bucket.spec.prefetch for bucket in buckets), default=0)
-    total = 0
     keys = {axes: number for number, axes in enumerate(dict.fromkeys(buckets[index].spec.axes for index in turns))}
-    rings = group([(buckets[index].whole, keys[buckets[index].spec.axes]) for index in turns])
-    for number, members in enumerate(rings):
+    rings = []
+    for number, members in enumerate(group([(buckets[index].whole, keys[buckets[index].spec.axes]) for index in turns])):
         ring = [turns[member] for member in members]
-        window = 1 + max(max(depth, buckets[index].spec.keep) for index in ring)
-        count = slots_needed([positions[index] for index in ring], window)
+        count = slots_needed(members, 1 + max(max(depth, buckets[index].spec.keep) for index in ring))
         for turn, index in enumerate(ring):
             places[index] = (number, turn % count)
-        total += count * _rounded(buckets[index].whole for index in ring) + _rounded(buckets[index].staged for index in ring)
-    for number, index in enumerate((index for index in order if _is_kept(buckets[index])), start=len(rings)):
-        places[index] = (number, 0)
-        total += _rounded([buckets[index].whole]) + _rounded([buckets[index].staged])
-    return places, total
+        may_lend = ring[-1] == turns[-1] and count == 1 and all(forward_only[index] for index in ring[:-1])
+        rings.append(_ring(buckets, ring, count, may_lend))
+    for index, bucket in enumerate(buckets):
+        if bucket.is_kept and not bucket.is_alias:
+            places[index] = (len(rings), 0)
+            rings.append(_ring(buckets, [index], 1, False))
+    return places, rings
 
 
-def _is_kept(bucket: BucketBytes) -> bool:
-    return bucket.spec.reshard == "never" or bucket.spec.is_root
-
-
-def _rounded(sizes: Any) -> int:
-    return math.ceil(max(sizes) / 512) * 512
+def _ring(buckets: Sequence[BucketBytes], members: Sequence[int], count: int, may_lend: bool) -> Ring:
+    return Ring(count, max(buckets[index].whole for index in members), max(buckets[index].staged for index in members), may_lend)
 
 
 def all_coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
