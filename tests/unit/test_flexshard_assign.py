@@ -328,7 +328,9 @@ def test_impossible_tiles_and_dimensions_are_refused() -> None:
     for wrong in ((), (0,), (-3, 2), (1, 1, 1, 1)):
         with pytest.raises(UsageError, match="Placement block: tile must have"):
             block.build(Block(tile=wrong))
-    with pytest.raises(UsageError, match=r"Placement 'row\(dim=2\)' cannot cut member 'layers.0.w' of shape \(4, 2\): it has no dimension 2"):
+    with pytest.raises(
+        UsageError, match=r"Placement 'row\(dim=2\)' cannot cut member 'layers.0.w' of shape \(4, 2\): it has no dimension 2"
+    ):
         row.build(Row(dim=2)).partition([Member("layers.0.w", (4, 2))], 2)
 
 

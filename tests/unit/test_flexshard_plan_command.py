@@ -58,15 +58,25 @@ CASES = {
     "after": ("sharder.reshard=after 2", "sharder.prefetch=2", "sharder.placement=flat"),
     "split": ("sharder.master=split", "precision.compute=bfloat16", "sharder.placement=flat"),
     "frozen": ("sharder.placement=flat", "parameter_groups.0.name=f", "parameter_groups.0.match=*.wq.*", "parameter_groups.0.frozen=true"),
+    # The last bucket is one large matrix, which is sent without being packed, and the others' gradients fit where it was.
+    "lent": (
+        *("sharder.placement=flat", "sharder.buckets.0.name=last", "sharder.buckets.0.match=layers.3.feed_forward.w2"),
+        *("parameter_groups.0.name=f", "parameter_groups.0.frozen=true"),
+        "parameter_groups.0.match=tok*,norm*,layers.[012].*,layers.3.att*,layers.3.feed_forward.w[13]*",
+    ),
     "replicas": ("mesh.dp_replicate=2", "sharder.placement=flat"),
 }
+
+
+def packs_of(found: Any) -> list[Any]:
+    return [bucket.reduction.pack for bucket in found.buckets if bucket.reduction]
 
 
 @pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_plan_is_what_the_runtime_allocates(overrides: tuple[str, ...], world: int) -> None:
     recipe = recipe_of(*overrides)
-    plan = plan_of(recipe, world)
+    plan = make_plan(recipe, check_mesh(recipe.mesh, world), plugins.current(), on_device=False)
     for rank in range(world):
         model, found = sharded(recipe, rank, world)
         masters = sum(bucket.shard.nbytes + (bucket.low.nbytes if bucket.low is not None else 0) for bucket in found.buckets)
@@ -75,12 +85,17 @@ def test_the_plan_is_what_the_runtime_allocates(overrides: tuple[str, ...], worl
         whole = sum(slot.buffer.nbytes for slot in slots.values()) + sum(size for size, _ in staged)
         assert plan.ranks[rank].masters == masters
         assert plan.ranks[rank].whole == whole
+        packs = {
+            pack.buffer.untyped_storage()._cdata: pack.buffer.untyped_storage().nbytes() for pack in packs_of(found) if pack.slot is None
+        }
+        assert plan.ranks[rank].pack == sum(packs.values())
+        assert (overrides == CASES["lent"]) == (not packs)
         for planned, bucket in zip(plan.buckets, found.buckets, strict=True):
             place = bucket.groups.gather.rank if bucket.is_cut else 0
             assert (planned.spec.name, planned.is_cut, planned.is_alias) == (bucket.name, bucket.is_cut, bucket.is_alias)
             assert planned.counts == bucket.geometry.counts
             assert planned.pack == (bucket.reduction.pack_bytes(bucket.compute_dtype)[0] if bucket.reduction else 0)
-            if world == 2 and bucket.reduction and not plan.settings.is_accumulating:
+            if bucket.reduction:
                 assert planned.received[place] == bucket.reduction.pack_bytes(bucket.compute_dtype)[1]
             if bucket.gather is not None:
                 assert planned.gather[place] == bucket.gather.bytes
@@ -88,10 +103,12 @@ def test_the_plan_is_what_the_runtime_allocates(overrides: tuple[str, ...], worl
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("overrides", [*list(CASES.values())[:2], CASES["never"], CASES["after"], ("sharder.prefetch=0",)], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [*list(CASES.values())[:2], CASES["never"], CASES["after"], ("sharder.prefetch=0",), CASES["half"]], ids=str
+)
 def test_the_plan_counts_gathers_and_reductions_as_they_happen(overrides: tuple[str, ...], micro_batches: int) -> None:
     recipe = recipe_of(*overrides, "train.micro_batch=2", f"train.global_batch={4 * micro_batches}")
-    plan = plan_of(recipe, 2)
+    plan = make_plan(recipe, check_mesh(recipe.mesh, 2), plugins.current(), on_device=False)
     assert plan.settings.micro_batches == micro_batches
     model, found = sharded(recipe, 0, 2)
     context = TrainContext(torch.arange(TOKENS).expand(ROWS, TOKENS), None, ((TOKENS,),) * ROWS)
@@ -110,6 +127,9 @@ def test_the_plan_counts_gathers_and_reductions_as_they_happen(overrides: tuple[
         statistic = bucket.groups.reduce.stats()[f"reduce {bucket.name}"]
         assert statistic.calls == 3 * plan.reductions
         assert statistic.bytes == 3 * planned.reduce[0]
+    if plan.settings.is_accumulating:
+        packs = {id(pack): pack.buffer.nbytes + pack.scratch.nbytes for pack in packs_of(found)}
+        assert plan.ranks[0].pack == sum(packs.values())
 
 
 class Nothing:

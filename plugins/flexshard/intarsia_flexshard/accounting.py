@@ -252,8 +252,8 @@ def _buffers(buckets: Sequence[BucketBytes], places: Sequence[int], rings: Seque
             turns = [
                 (bucket, DTYPE_BYTES[bucket.spec.reduce], DTYPE_BYTES[bucket.spec.compute], size) for bucket, size in packed[number::PACKS]
             ]
-            beside += max(bucket.pack // narrow * wide for bucket, wide, narrow, _ in turns)
-            beside += max(size // narrow * wide for _, wide, narrow, size in turns)
+            beside += max(pack, *(bucket.pack // narrow * wide for bucket, wide, narrow, _ in turns))
+            beside += max(received, *(size // narrow * wide for _, wide, narrow, size in turns))
     return whole, beside
 
 
