@@ -233,6 +233,30 @@ def bytes_rows(record: Record) -> Iterator[Row]:
         yield Row("bytes", f"bytes moved / true bytes, {name}", ratio(real, true) if true else None, 1.02, note)
 
 
+def muon_rows(record: Record) -> Iterator[Row]:
+    """The file of `muon_gpu.py`: the optimizer's step alone, against all ranks doing everything on gathered gradients."""
+    base = "fsdp, float32"
+    for size, bar in (("large", 0.21), ("small", 0.05)):
+        found = record.get(size, {})
+        variants = found.get("variants", {})
+        times = {name: statistics.median(entry["ms"]) for name, entry in variants.items() if entry.get("ms")}
+        for name in ("owned", "owned, graph"):
+            note = (
+                f"{times[name]:.2f} / {times[base]:.2f} ms; {len(variants[name]['ms'])} steps"
+                if {name, base} <= times.keys()
+                else missing(variants, [name, base])
+            )
+            yield Row("muon", f"{size}: step of {name} / {base}", ratio(times.get(name), times.get(base)), bar, note)
+        traced = variants.get("owned", {}).get("trace", {})
+        calls = traced["collective_calls"] + traced["collective_kernels"] if "collective_calls" in traced else None
+        yield Row("muon", f"{size}: collectives in the step of owned", calls, 0.0, "calls and kernels of one traced step")
+        checks = [each for rank in found.get("compared", {}).values() for each in rank.get("torch.optim.Muon", {}).values()]
+        far = max((each["largest_difference"] for each in checks), default=None)
+        worse = max((each["error"] / each["error_of_torch"] for each in checks), default=None)
+        yield Row("muon", f"{size}: largest difference from torch.optim.Muon", far, 2e-4, f"{len(checks)} matrices")
+        yield Row("muon", f"{size}: Newton-Schulz error against float64 / torch's", worse, 1.0, f"the worst of {len(checks)} matrices")
+
+
 SECTIONS: dict[str, Callable[[Record], Iterator[Row]]] = {
     "large": compare({"ours": 0.93, "ours-copy-engine": 0.905}),
     "small-eager": compare({}),
@@ -243,6 +267,7 @@ SECTIONS: dict[str, Callable[[Record], Iterator[Row]]] = {
     "fp8-loss": fp8_loss_rows,
     "host": host_rows,
     "bytes": bytes_rows,
+    "muon": muon_rows,
 }
 
 
@@ -251,8 +276,12 @@ def load(folder: Path) -> dict[str, Any]:
     found = {}
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record, dict) and record.get("section") in SECTIONS:
+        if not isinstance(record, dict):
+            continue
+        if record.get("section") in SECTIONS:
             found[record["section"]] = record
+        elif "fsdp, float32" in record.get("large", {}).get("variants", {}):
+            found["muon"] = {"section": "muon", "complete": True, **record.get("facts", {}), **record}
     return found
 
 

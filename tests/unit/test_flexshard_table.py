@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import subprocess
@@ -98,7 +99,21 @@ def good() -> dict[str, dict[str, Any]]:
                 }
             },
         ),
+        "muon": {"section": "muon", "complete": True, **muon()},
     }
+
+
+def muon() -> dict[str, Any]:
+    check = {"largest_difference": 1e-4, "error": 0.01, "error_of_torch": 0.02}
+    one = {
+        "variants": {
+            "fsdp, float32": {"ms": [300.0] * 32},
+            "owned": {"ms": [15.0] * 32, "trace": {"collective_calls": 0, "collective_kernels": 0}},
+            "owned, graph": {"ms": [14.0] * 32},
+        },
+        "compared": {"rank 0": {"torch.optim.Muon": {"4 x 4": check}}, "rank 1": {"torch.optim.Muon": {"8 x 4": dict(check)}}},
+    }
+    return {"facts": {"device": "NVIDIA H200"}, "large": one, "small": copy.deepcopy(one)}
 
 
 def rows_of(table: ModuleType, records: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +179,27 @@ def test_a_bar_that_is_missed_is_said(table: ModuleType, name: str, changed: str
     assert rows_of(table, records)[f"{name}: {what}"].verdict.startswith("not met by ")
 
 
+def test_the_bars_of_muon(table: ModuleType) -> None:
+    records = good()
+    small, large = records["muon"]["small"], records["muon"]["large"]
+    small["variants"]["owned"]["ms"] = [15.1] * 32
+    small["variants"]["owned"]["trace"]["collective_calls"] = 1
+    large["compared"]["rank 1"]["torch.optim.Muon"]["8 x 4"] |= {"largest_difference": 3e-4, "error": 0.021}
+    del large["variants"]["owned, graph"]
+    verdicts = {
+        what: row.verdict.split(" by ")[0]
+        for what, row in rows_of(table, records).items()
+        if row.section == "muon" and row.verdict != "met"
+    }
+    assert verdicts == {
+        "muon: large: step of owned, graph / fsdp, float32": "not measured",
+        "muon: large: largest difference from torch.optim.Muon": "not met",
+        "muon: large: Newton-Schulz error against float64 / torch's": "not met",
+        "muon: small: step of owned / fsdp, float32": "not met",
+        "muon: small: collectives in the step of owned": "not met",
+    }
+
+
 def test_the_opponent_is_the_faster_wrapping(table: ModuleType) -> None:
     records = good()
     records["large"]["variants"]["fsdp-plain"] = variant(95.0)
@@ -188,6 +224,7 @@ def test_what_is_missing_or_doubtful_is_no_success(table: ModuleType) -> None:
 def test_the_command_reads_a_folder(table: ModuleType, tmp_path: Path) -> None:
     for name, record in good().items():
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    (tmp_path / "muon.json").write_text(json.dumps(muon()))
     (tmp_path / "other.json").write_text("[1]")
     done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -196,3 +233,11 @@ def test_the_command_reads_a_folder(table: ModuleType, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path), "--json"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert [row["section"] for row in json.loads(done.stdout) if row["verdict"] == "not measured"] == ["one"]
+
+
+def test_exposed_time_is_when_only_communication_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    exposure = importlib.import_module("flexshard_measure").exposure
+    spans = [(0.0, 4.0, False), (3.0, 6.0, True), (5.0, 7.0, True), (8.0, 9.0, False)]
+    assert exposure(spans) == {"compute_only": 4.0, "both": 1.0, "exposed": 3.0, "idle": 1.0}
+    assert exposure([]) == {"compute_only": 0.0, "both": 0.0, "exposed": 0.0, "idle": 0.0}
