@@ -225,7 +225,7 @@ def test_what_had_no_gradient_is_counted_apart_from_its_neighbours() -> None:
         betas=(0.9, 0.95),
     )
     for step in range(5):
-        without = [skipped] if step in (0, 3) else []
+        without = [skipped] if step in (1, 3) else []
         shards.differentiate(step, without)
         for name, parameter in reference.items():
             gradient = shards.parameters[name].grad
