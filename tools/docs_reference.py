@@ -30,12 +30,12 @@ def hooks_page() -> str:
     declared = {spec.function.__module__: record.candidate for record in plugins.current().records for spec in record.specs.values()}
     for name, candidate in sorted(declared.items()):
         text.append(f"\n# Hooks of {candidate.distribution}\n\nDeclared in `{name}`; implement them with `@hookimpl(optionalhook=True)`.\n")
-        text += module_hooks(importlib.import_module(name))
+        text += module_hooks(importlib.import_module(name), f" of {candidate.distribution}")
     return "".join(text)
 
 
-def module_hooks(module: ModuleType) -> list[str]:
-    """The specs of one module by sort, from its source text: names under TYPE_CHECKING stay names."""
+def module_hooks(module: ModuleType, whose: str = "") -> list[str]:
+    """The specs of one module by sort, from its source text: names under TYPE_CHECKING stay names. `whose` tells headings of several modules apart."""
     source = inspect.getsource(module)
     said = " ".join(
         line.removeprefix("# ") for line in "".join(re.findall(r"^# (All: .*\n(?:# .*\n)*)", source, re.MULTILINE)[:1]).splitlines()
@@ -44,7 +44,7 @@ def module_hooks(module: ModuleType) -> list[str]:
     for sort, sentence in SORTS.items():
         found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and _sort(module, node.name) == sort]
         if found:
-            parts.append(f"\n## {sort.capitalize()}s\n\n{sentence or said}\n")
+            parts.append(f"\n## {sort.capitalize()}s{whose}\n\n{sentence or said or 'Registered and checked as those of core are.'}\n")
         for node in found:
             facts = getattr(module, node.name).spec_facts
             returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
