@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from intarsia.ops import Packing
+from intarsia.ops.scaled_reference import quantise
 from torch import Tensor
 
 SIZES = (1, 15, 63, 300)
@@ -66,6 +67,25 @@ def _linear(normal: Normal) -> Iterator[Case]:
         yield Case(f"{rows} x {inputs} -> {outputs}", tensors, {}, ("x_NI",))
         yield Case(f"{rows} x {inputs} -> {outputs}, bias", {**tensors, "bias_O": normal(outputs)}, {}, ("x_NI",))
     yield Case("two leading dimensions", {"x_NI": normal(3, 15, 20), "weight_OI": normal(30, 20)}, {}, ("x_NI",))
+
+
+def _scaled_linear(normal: Normal) -> Iterator[Case]:
+    # The parameter's values mean nothing: whoever reads them is found out.
+    for rows, inputs, outputs, tile in (
+        (1, 128, 128, (128, 128)),
+        (63, 256, 384, (128, 128)),
+        (300, 640, 128, (128, 128)),
+        (15, 100, 63, (8, 16)),
+    ):
+        payload, scales = quantise(normal(outputs, inputs).float(), tile)
+        fixed = {"payload_OI": payload, "scales_oi": scales, "tile": tile}
+        tensors = {"x_NI": normal(rows, inputs), "weight_OI": normal(outputs, inputs)}
+        label = f"{rows} x {inputs} -> {outputs}, tiles of {tile[0]} x {tile[1]}"
+        yield Case(label, tensors, fixed, ("x_NI",))
+        yield Case(f"{label}, bias", {**tensors, "bias_O": normal(outputs)}, fixed, ("x_NI",))
+    payload, scales = quantise(normal(128, 256).float(), (128, 128), True)
+    fixed = {"payload_OI": payload, "scales_oi": scales}
+    yield Case("two leading dimensions", {"x_NI": normal(3, 15, 256), "weight_OI": normal(128, 256)}, fixed, ("x_NI",))
 
 
 def _rms_norm(normal: Normal) -> Iterator[Case]:
@@ -174,6 +194,7 @@ def _attention(normal: Normal) -> Iterator[Case]:
 
 _CASES: dict[str, Callable[[Normal], Iterator[Case]]] = {
     "linear": _linear,
+    "scaled_linear": _scaled_linear,
     "rms_norm": _rms_norm,
     "rope": _rope,
     "swiglu": _swiglu,
@@ -193,6 +214,10 @@ def bench_case(op: str, small: bool) -> Case:
 
     if op == "linear":
         return Case(f"{rows} x {tokens} x {dim} -> {3 * dim}", {"x_NI": normal(rows, tokens, dim), "weight_OI": normal(3 * dim, dim)}, {})
+    if op == "scaled_linear":
+        payload, scales = quantise(normal(3 * dim, dim), (128, 128))
+        tensors = {"x_NI": normal(rows, tokens, dim), "weight_OI": torch.zeros(()).expand(3 * dim, dim)}
+        return Case(f"{rows} x {tokens} x {dim} -> {3 * dim}", tensors, {"payload_OI": payload, "scales_oi": scales})
     if op == "rms_norm":
         return Case(f"{rows} x {tokens} x {dim}", {"x_ND": normal(rows, tokens, dim), "weight_D": normal(dim)}, {"eps": 1e-5})
     if op == "rope":
