@@ -328,6 +328,7 @@ RUNS: dict[str, Callable[[Section], None]] = {
 def work(arguments: argparse.Namespace) -> None:
     """One process of the world."""
     import torch
+    import torch._dynamo
     from intarsia.comm import SelfCommunicator, init_world
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

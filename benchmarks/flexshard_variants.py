@@ -6,6 +6,7 @@ Every variant has `step(batch) -> loss` (forward, backward, update, gradients fo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -74,6 +75,16 @@ def compile_parts(model: Llama) -> None:
 # ---------------------------------------------------------------- the opponent
 
 
+@functools.cache
+def device_mesh(device_type: str, size: int, alone: bool) -> Any:
+    """All processes over the default group, or this one alone. Made once: each mesh of its own has communicators of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not alone:
+        return init_device_mesh(device_type, (size,))
+    return init_device_mesh(device_type, (size, 1), mesh_dim_names=("all", "alone"))["alone"]
+
+
 class FullyShard:
     """`torch.distributed.fsdp.fully_shard`: bfloat16 compute, float32 reduction, fused AdamW.
 
@@ -83,12 +94,10 @@ class FullyShard:
     symmetric_bytes = 0
 
     def __init__(self, setup: Setup, best: bool, alone: bool = False) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        device, world = setup.device, setup.world.size
-        meshes = init_device_mesh(device.type, (world, 1), mesh_dim_names=("all", "alone"))
-        mesh = meshes["alone" if alone else "all"]
+        device = setup.device
+        mesh = device_mesh(device.type, setup.world.size, alone)
         with torch.device("meta"):
             self.model = Llama(setup.size)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}

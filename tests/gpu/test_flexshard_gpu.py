@@ -81,7 +81,8 @@ class Block(nn.Module):
         """The stream after this block."""
         if self.pause is not None:
             self.pause()
-        y = F.gelu(self.up(self.norm(x)))
+        # The bias apart: which kernel multiplies and adds in one may depend on where the weight lies.
+        y = F.gelu(F.linear(self.norm(x), self.up.weight) + self.up.bias)
         y = ReadsLater.apply(y, self.down.weight, self.down) if self.custom else self.down(y)
         z = torch.einsum("bsd,ehd->bseh", x, self.experts).tanh()
         x = x + y + torch.einsum("bseh,ehd->bsd", z, self.experts)
