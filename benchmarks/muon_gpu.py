@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import json
 import multiprocessing
@@ -32,17 +31,18 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 
 PRODUCTS = {
-    "gram of 4096 x 14336": (4, 4096, 14336, False, False),
-    "gram of 14336 x 4096": (8, 4096, 14336, True, False),
-    "polynomial, 4096": (8, 4096, 4096, False, True),
-    "plain, 4096": (8, 4096, 4096, False, False),
-    "plain, 4096, one matrix": (1, 4096, 4096, False, False),
-    "gram of 1024 x 4096": (8, 1024, 4096, False, False),
-    "polynomial, 1024": (24, 1024, 1024, False, True),
-    "gram of 2816 x 1024": (24, 1024, 2816, True, False),
-    "plain, 512": (24, 512, 512, False, False),
+    "gram of 4096 x 14336": (4, 4096, 14336, False, 0, False),
+    "the same with what is lost": (4, 4096, 14336, False, 0, True),
+    "gram of 14336 x 4096": (8, 4096, 14336, True, 0, False),
+    "polynomial, 4096": (8, 4096, 4096, False, 1, False),
+    "next gram, 4096, with what is lost": (8, 4096, 4096, False, 2, True),
+    "plain, 4096": (8, 4096, 4096, False, 0, False),
+    "plain, 4096, two matrices": (2, 4096, 4096, False, 0, False),
+    "gram of 1024 x 4096": (8, 1024, 4096, False, 0, False),
+    "polynomial, 1024": (24, 1024, 1024, False, 1, False),
+    "gram of 2816 x 1024": (24, 1024, 2816, True, 0, False),
 }
-"""Name: batch, rows, depth, transposed, with an addend and an identity."""
+"""Name: batch, rows, depth, transposed, addends, with what rounding loses."""
 
 EXECUTED = {"vendor": 1.0, "rows, 4 bands": 10 / 16, "rows, 8 bands": 36 / 64}
 """Part of the whole product's operations; the others compute half of it and one block on the diagonal for each row of blocks."""
@@ -125,7 +125,7 @@ def accuracy() -> list[dict[str, Any]]:
     from torch.optim._muon import _zeropower_via_newtonschulz
 
     found = []
-    for rows, columns in ((1024, 3584), (3584, 1024), (1024, 1024), (2048, 2048)):
+    for rows, columns in ((1024, 3584), (3584, 1024), (2048, 7168), (2048, 2048)):
         for spectrum, matrix in spectra(rows, columns).items():
             exact = plain(matrix[None].double(), 5, COEFFICIENTS, EPS, torch.float64)[0]
 
@@ -133,10 +133,12 @@ def accuracy() -> list[dict[str, Any]]:
                 return float((x.double() - exact).norm() / exact.norm())
 
             errors = {"torch.optim.Muon": error(_zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, EPS))}
-            for name in STRATEGIES:
-                with contextlib.suppress(Exception):
-                    product = functools.partial(symmetric_product, strategy=name)
-                    errors[name] = error(ours.newton_schulz(matrix[None], 5, COEFFICIENTS, EPS, torch.float16, product=product)[0])
+            for name, strategy in STRATEGIES.items():
+                for compensated in (False, True) if strategy.loses else (False,):
+                    with contextlib.suppress(Exception):
+                        how = {"product": functools.partial(symmetric_product, strategy=name), "compensated": compensated}
+                        found_here = error(ours.newton_schulz(matrix[None], 5, COEFFICIENTS, EPS, torch.float16, **how)[0])
+                        errors[name + ", compensated" * compensated] = found_here
             ratio = max(value for name, value in errors.items() if name != "torch.optim.Muon") / errors["torch.optim.Muon"]
             found.append({"rows": rows, "columns": columns, "spectrum": spectrum, "errors": errors, "worst_ratio": ratio})
             row(f"{rows} x {columns}", spectrum, *errors.values())
@@ -150,7 +152,7 @@ def usable(strategies: dict[str, Any], out: Tensor, arguments: tuple[Any, ...], 
     """Why a strategy cannot be timed, by name; missing where it can."""
     reasons = {}
     for name, strategy in strategies.items():
-        reason = strategy.refuses(arguments[0], out, arguments[3])
+        reason = strategy.refuses(arguments[0], out, arguments[3], arguments[-1] is not None)
         if reason is None:
             try:
                 out.fill_(float("nan"))
@@ -169,13 +171,14 @@ def products(rounds: int) -> list[dict[str, Any]]:
     from intarsia_kernels.optimizer.symmetric import STRATEGIES
 
     found = []
-    for label, (batch, rows, depth, transposed, extra) in PRODUCTS.items():
+    for label, (batch, rows, depth, transposed, addends, loses) in PRODUCTS.items():
         shape = (batch, depth, rows) if transposed else (batch, rows, depth)
         x = torch.randn(shape, device="cuda").mul_(0.1).half()
-        if extra:
+        if addends:
             x = (x + x.mT).contiguous()
         out = torch.empty(batch, rows, rows, dtype=torch.float16, device="cuda")
-        arguments = (x, x, out, transposed, 0.05, x if extra else None, 0.3, 3.0 if extra else 0.0)
+        added = [(x, 0.3), (x, 0.2)][:addends]
+        arguments = (x, x, out, transposed, 0.05, added, 3.0 if addends == 1 else 0.0, torch.empty_like(out) if loses else None)
         STRATEGIES["vendor"].run(*arguments)
         reasons = usable(STRATEGIES, out, arguments, out.clone())
         calls = {name: functools.partial(strategy.run, *arguments) for name, strategy in STRATEGIES.items() if name not in reasons}
@@ -187,7 +190,8 @@ def products(rounds: int) -> list[dict[str, Any]]:
             "rows": rows,
             "depth": depth,
             "transposed": transposed,
-            "addend": extra,
+            "addends": addends,
+            "loses": loses,
             "refused": reasons,
             "ms": times,
         }
@@ -210,11 +214,12 @@ def whole(rounds: int) -> list[dict[str, Any]]:
     found = []
     for label, shape in BATCHES.items():
         matrices = torch.randn(shape, device="cuda").bfloat16()
-        names = [name for name in ("tiles of 128", "tiles of 256", "specialised") if name in STRATEGIES]
-        by = {name: functools.partial(symmetric_product, strategy=name) for name in names} | {"chosen": symmetric_product}
+        names = [name for name in ("tiles of 128", "tiles of 256") if name in STRATEGIES]
+        by = {name: {"product": functools.partial(symmetric_product, strategy=name)} for name in names}
+        by |= {"chosen": {}, "chosen, restarted": {"compensated": False}}
         calls = {}
-        for name, product in by.items():
-            call = functools.partial(ours.newton_schulz, matrices, 5, COEFFICIENTS, EPS, torch.float16, product=product)
+        for name, how in by.items():
+            call = functools.partial(ours.newton_schulz, matrices, 5, COEFFICIENTS, EPS, torch.float16, **how)
             with contextlib.suppress(Exception):
                 call()
                 calls[name] = call
@@ -245,31 +250,22 @@ def trial(name: str) -> None:
     """A child process: whether a strategy runs at all, so that one that hangs or breaks the device is found where it does no harm."""
     from intarsia_kernels.optimizer.symmetric import STRATEGIES
 
-    add_variants()
     for transposed in (False, True):
         x = torch.randn((48, 320, 512) if transposed else (48, 512, 320), device="cuda").half()
         s = torch.randn(48, 512, 512, device="cuda").half()
         s = (s + s.mT).contiguous()
         out = torch.full_like(s, float("nan"))
         expected = torch.empty_like(s)
-        for addend, gamma in ((None, 0.0), (s, 3.0)):
+        for addends, gamma in ([], 0.0), ([(s, 0.25), (s, 0.125)], 3.0):
             for strategy, into in (("vendor", expected), (name, out)):
-                STRATEGIES[strategy].run(x, x, into, transposed, 0.5, addend, 0.25, gamma)
+                STRATEGIES[strategy].run(x, x, into, transposed, 0.5, addends, gamma, None)
             error = float((out.double() - expected.double()).norm() / expected.double().norm())
             symmetric = torch.equal(out, out.mT)
             print(
-                f"  trial of {name}: transposed {transposed}, addend {addend is not None}: error {error:.1e}, symmetric {symmetric}",
+                f"  trial of {name}: transposed {transposed}, {len(addends)} addends: error {error:.1e}, symmetric {symmetric}",
                 flush=True,
             )
             assert error < 2e-3
-
-
-def add_variants() -> None:
-    """Strategies that are only compared here."""
-    from intarsia_kernels.optimizer.symmetric import STRATEGIES
-
-    first = STRATEGIES["specialised"]
-    STRATEGIES["specialised, 3"] = dataclasses.replace(first, name="specialised, 3", run=functools.partial(first.run, stages=3))
 
 
 def drop_broken(limit: float) -> dict[str, str]:
@@ -300,7 +296,6 @@ def drop_broken(limit: float) -> dict[str, str]:
 def tune(out: Path) -> None:
     """Accuracy and products on one GPU."""
     begun = time.monotonic()
-    add_variants()
     results: dict[str, Any] = {"facts": facts()}
     steps: dict[str, Callable[[], Any]] = {
         "broken": functools.partial(drop_broken, 45.0),

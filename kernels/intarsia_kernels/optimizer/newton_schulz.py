@@ -5,37 +5,51 @@
 (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.) A, A A and the polynomials are symmetric, so half of their tiles are
 computed. Two ways, by shape:
 
-* near square: as above, with one symmetric product of depth n and one of depth m a step, and X <- P X.
-* otherwise on the Gram matrix: within a segment of two or three steps X is not touched. With A' = P A P a step maps m x m matrices only, and the segment's
-  polynomials are multiplied up. X is touched twice a segment, to make A and to apply the product. A is made afresh from X between segments, and that is what
-  keeps it accurate: what float16 rounds off A is lost for the small singular values, and grows as they do. One segment of five steps is faster and wrong.
+* near square: as above, with one symmetric product of depth n and one of depth m a step, and X <- (a I + Q) X.
+* otherwise on the Gram matrix: with Q = b A + c A A, a step maps A to (a I + Q) A (a I + Q) and multiplies (a I + Q) to a polynomial J of those before. X is touched twice:
+  to make A and to apply J. In m^3 products, five steps cost 3 n / m + 17, against 15 n / m + 5.
 
-float16 rounds eight times finer than bfloat16. Its range is made to suffice by powers of two: X is kept as X_SCALE X and A as A_SCALE A, so that neither the entries of
-a large matrix of norm 1 nor those of its Gram matrix become subnormal. A tall matrix is worked on from the right (X <- X P), not transposed.
+What float16 rounds off A would be lost for the small singular values, whose squares a step multiplies by a^2 = 12. So the first products that A goes through hand on what they lose
+(`reference.LOST`), as an addend of the next: where A is small, a product by (a I + Q) is one by a. a I stays out of what is rounded, as what commutes exactly but for
+rounding would else mix large and small directions. Where no kernel can say what is lost, A is made afresh from X after at most three steps instead.
+
+float16 rounds eight times finer than bfloat16. Its range is made to suffice by powers of two: X is kept as X_SCALE X, A and Q as A_SCALE times them and J as J_SCALE J, so that neither
+the entries of a large matrix of norm 1 nor those of its Gram matrix become subnormal, and none overflows. A tall matrix is worked on from the right (X <- X J), not transposed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from intarsia_kernels.optimizer.symmetric import symmetric_product
+from intarsia_kernels.optimizer.reference import LOST
+from intarsia_kernels.optimizer.symmetric import can_say_what_is_lost, has_triton, symmetric_product
 
-X_SCALE, A_SCALE = 256.0, 256.0
-SEGMENT = 3
-"""Most steps between two Gram matrices."""
+X_SCALE, A_SCALE, J_SCALE = 256.0, 256.0, 64.0
+
+GROWTH = {True: 512.0, False: 64.0}
+"""Most by which the steps between two Gram matrices may multiply small singular values, if what is lost is handed on and if not: five steps and three."""
+
+HANDED_ON = 4
+"""Products from the Gram matrix on whose losses are handed on: after them too few steps are left for losses to grow."""
 
 GRAM_RATIO = 1.25
-"""From which n / m on the Gram matrix is cheaper: 6 n / m + 14 products of m^3 for five steps, against 15 n / m + 5."""
+"""From which n / m on the Gram matrix is cheaper, with what more there is to read and write."""
+
+COMPENSATED_FROM = 2048
+"""The least m for which losses are handed on: small products take longer by the kernels that can than by the BLAS library."""
 
 Product = Callable[..., None]
+Coefficients = tuple[float, float, float]
 
 
-def segments(steps: int) -> list[int]:
-    """Steps of each segment, as even as they can be with the longer first: [3, 2] for 5, which is more accurate than [2, 3]."""
-    count = -(-steps // SEGMENT)
+def segments(steps: int, a: float, compensated: bool) -> list[int]:
+    """Steps between Gram matrices, as even as they can be with the longer first: [3, 2] for 5, which is more accurate than [2, 3]."""
+    most = max(1, int(math.log(GROWTH[compensated]) / math.log(max(abs(a), 1.1))))
+    count = -(-steps // most)
     return [steps // count + (number < steps % count) for number in range(count)]
 
 
@@ -43,22 +57,30 @@ def segments(steps: int) -> list[int]:
 def newton_schulz(
     batch_BMN: Tensor,
     steps: int,
-    coefficients: tuple[float, float, float],
+    coefficients: Coefficients,
     eps: float,
     dtype: torch.dtype,
     *,
     product: Product = symmetric_product,
+    compensated: bool | None = None,
 ) -> Tensor:
-    """As `intarsia_optimizers.updates.newton_schulz`, in float16 whichever 16-bit `dtype` is asked for: float16 out, contiguous. `product` is for comparisons."""
+    """As `intarsia_optimizers.updates.newton_schulz`, in float16 whichever 16-bit `dtype` is asked for: float16 out, contiguous.
+
+    `product` and `compensated` (hand on what is lost; None: where it pays) are for comparisons.
+    """
     x_BMN = _scaled(batch_BMN, eps)
     tall = x_BMN.shape[1] > x_BMN.shape[2]
     short, long = sorted(x_BMN.shape[1:])
+    if not steps:
+        return x_BMN.div_(X_SCALE)
     if long < GRAM_RATIO * short:
         return _step_by_step(x_BMN, tall, steps, coefficients, product)
-    return _by_segments(x_BMN, tall, segments(steps), coefficients, product)
+    if compensated is None:
+        compensated = short >= COMPENSATED_FROM and can_say_what_is_lost(x_BMN, short, long)
+    return _by_segments(x_BMN, tall, segments(steps, coefficients[0], compensated), coefficients, product, HANDED_ON if compensated else 0)
 
 
-def supports(batch_BMN: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float, dtype: torch.dtype) -> str | None:
+def supports(batch_BMN: Tensor, steps: int, coefficients: Coefficients, eps: float, dtype: torch.dtype) -> str | None:
     """Why a call cannot be taken."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in float16, which is less exact than {dtype}"
@@ -74,10 +96,14 @@ newton_schulz.supports = supports  # type: ignore[attr-defined]
 
 def _scaled(batch_BMN: Tensor, eps: float) -> Tensor:
     """X_SCALE G / max(norm(G), eps) in float16, contiguous."""
-    norm_B11 = torch.linalg.vector_norm(batch_BMN, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    factor_B11 = X_SCALE / norm_B11.clamp(min=eps)
     out_BMN = torch.empty(batch_BMN.shape, dtype=torch.float16, device=batch_BMN.device)
-    return torch.mul(batch_BMN, factor_B11, out=out_BMN)
+    if batch_BMN.is_cuda and has_triton() and batch_BMN.is_contiguous():
+        from intarsia_kernels.optimizer import scale
+
+        scale.normalised(batch_BMN, out_BMN, X_SCALE, eps)
+        return out_BMN
+    norm_B11 = torch.linalg.vector_norm(batch_BMN, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    return torch.mul(batch_BMN, X_SCALE / norm_B11.clamp(min=eps), out=out_BMN)
 
 
 def _applied(polynomial_Bmm: Tensor, x_BMN: Tensor, tall: bool, out_BMN: Tensor, alpha: float) -> Tensor:
@@ -86,43 +112,68 @@ def _applied(polynomial_Bmm: Tensor, x_BMN: Tensor, tall: bool, out_BMN: Tensor,
     return torch.baddbmm(out_BMN, left, right, beta=0.0, alpha=alpha, out=out_BMN)
 
 
-def _step_by_step(x_BMN: Tensor, tall: bool, steps: int, coefficients: tuple[float, float, float], product: Product) -> Tensor:
+def _step_by_step(x_BMN: Tensor, tall: bool, steps: int, coefficients: Coefficients, product: Product) -> Tensor:
     a, b, c = coefficients
     side = min(x_BMN.shape[1:])
     gram_Bmm, polynomial_Bmm = (x_BMN.new_empty(x_BMN.shape[0], side, side) for _ in range(2))
     other_BMN = torch.empty_like(x_BMN)
     for step in range(steps):
         product(x_BMN, x_BMN, gram_Bmm, transposed=tall, alpha=A_SCALE / X_SCALE**2)
-        product(gram_Bmm, gram_Bmm, polynomial_Bmm, alpha=c / A_SCALE**2, addend_BMM=gram_Bmm, beta=b / A_SCALE, gamma=a)
+        product(gram_Bmm, gram_Bmm, polynomial_Bmm, alpha=c / A_SCALE**2, addends=[(gram_Bmm, b / A_SCALE)], gamma=a)
         _applied(polynomial_Bmm, x_BMN, tall, other_BMN, 1.0 if step + 1 < steps else 1.0 / X_SCALE)
         x_BMN, other_BMN = other_BMN, x_BMN
-    return x_BMN if steps else x_BMN / X_SCALE
+    return x_BMN
 
 
-def _by_segments(x_BMN: Tensor, tall: bool, lengths: list[int], coefficients: tuple[float, float, float], product: Product) -> Tensor:
-    a, b, c = coefficients
+def _by_segments(x_BMN: Tensor, tall: bool, lengths: list[int], coefficients: Coefficients, product: Product, handed_on: int) -> Tensor:
     side = min(x_BMN.shape[1:])
-    gram_Bmm, spare_Bmm, other_Bmm, last_Bmm = (x_BMN.new_empty(x_BMN.shape[0], side, side) for _ in range(4))
+    space = [x_BMN.new_empty(x_BMN.shape[0], side, side) for _ in range(7 if handed_on else 5)]
     other_BMN = torch.empty_like(x_BMN)
     for number, length in enumerate(lengths):
-        product(x_BMN, x_BMN, gram_Bmm, transposed=tall, alpha=A_SCALE / X_SCALE**2)
-        so_far_Bmm: Tensor | None = None
-        free = [spare_Bmm, other_Bmm, last_Bmm]
-        for step in range(length):
-            polynomial_Bmm = free.pop()
-            product(gram_Bmm, gram_Bmm, polynomial_Bmm, alpha=c / A_SCALE**2, addend_BMM=gram_Bmm, beta=b / A_SCALE, gamma=a)
-            if step + 1 < length:  # A <- P A P
-                half_Bmm = free[-1]
-                product(gram_Bmm, polynomial_Bmm, half_Bmm)
-                product(polynomial_Bmm, half_Bmm, gram_Bmm)
-            if so_far_Bmm is None:
-                so_far_Bmm = polynomial_Bmm
-            else:
-                joined_Bmm = free.pop()
-                product(polynomial_Bmm, so_far_Bmm, joined_Bmm)
-                free += [polynomial_Bmm, so_far_Bmm]
-                so_far_Bmm = joined_Bmm
-        assert so_far_Bmm is not None
-        _applied(so_far_Bmm, x_BMN, tall, other_BMN, 1.0 if number + 1 < len(lengths) else 1.0 / X_SCALE)
+        joined_Bmm, scale = _polynomial(x_BMN, tall, length, coefficients, product, handed_on, space)
+        _applied(joined_Bmm, x_BMN, tall, other_BMN, 1.0 / scale if number + 1 < len(lengths) else 1.0 / (scale * X_SCALE))
         x_BMN, other_BMN = other_BMN, x_BMN
-    return x_BMN if lengths else x_BMN / X_SCALE
+    return x_BMN
+
+
+def _polynomial(
+    x_BMN: Tensor, tall: bool, length: int, coefficients: Coefficients, product: Product, handed_on: int, space: list[Tensor]
+) -> tuple[Tensor, float]:
+    """J of `length` steps from X, times the number that is given back too; one of `space`, whose tensors are all overwritten."""
+    a, b, c = coefficients
+    gram_Bmm, half_Bmm, *free = space[:5]
+    # Of the Gram matrix, of the half of the next one, and of the next one.
+    lost_Bmm = [*space[5:], *space[5:6]] if handed_on else [None] * 3
+    q_Bmm = free.pop()
+    joined_Bmm, scale, grown = q_Bmm, A_SCALE, a
+    product(x_BMN, x_BMN, gram_Bmm, transposed=tall, alpha=A_SCALE / X_SCALE**2, lost_BMM=lost_Bmm[0])
+    for step in range(length):
+        is_last = step + 1 == length
+        if step:
+            q_Bmm = free.pop()
+        # Alone it is applied with its identity; else that comes with the last that are joined.
+        product(gram_Bmm, gram_Bmm, q_Bmm, alpha=c / A_SCALE, addends=[(gram_Bmm, b)], gamma=a * A_SCALE if length == 1 else 0.0)
+        if not is_last:
+            # A <- (a I + Q) A (a I + Q), by way of the half of it.
+            of_gram, of_half, of_next = (lost if handed_on > 2 * step + number else None for number, lost in enumerate(lost_Bmm))
+            product(gram_Bmm, q_Bmm, half_Bmm, alpha=1.0 / A_SCALE, addends=_times(a, gram_Bmm, of_gram), lost_BMM=of_half)
+            product(q_Bmm, half_Bmm, gram_Bmm, alpha=1.0 / A_SCALE, addends=_times(a, half_Bmm, of_half), lost_BMM=of_next)
+        if step:
+            # (a I + Q) (grown I + J) less its identity; the scale of J is smaller than that of its first factor, as J grows.
+            next_Bmm = free.pop()
+            product(
+                q_Bmm,
+                joined_Bmm,
+                next_Bmm,
+                alpha=J_SCALE / (A_SCALE * scale),
+                addends=[(joined_Bmm, a * J_SCALE / scale), (q_Bmm, grown * J_SCALE / A_SCALE)],
+                gamma=a * grown * J_SCALE if is_last else 0.0,
+            )
+            free += [q_Bmm, joined_Bmm]
+            joined_Bmm, scale, grown = next_Bmm, J_SCALE, a * grown
+    return joined_Bmm, scale
+
+
+def _times(a: float, matrix_Bmm: Tensor, lost_Bmm: Tensor | None) -> list[tuple[Tensor, float]]:
+    """Addends that make `a` times a matrix, with what it has lost."""
+    return [(matrix_Bmm, a)] if lost_Bmm is None else [(matrix_Bmm, a), (lost_Bmm, a / LOST)]

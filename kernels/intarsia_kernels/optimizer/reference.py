@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+LOST = 2048.0
+"""What rounding takes off a float16 is kept times this, which makes it as large as the number itself."""
+
 
 def symmetric_product(
     x: Tensor,
@@ -18,23 +21,26 @@ def symmetric_product(
     *,
     transposed: bool = False,
     alpha: float = 1.0,
-    addend_BMM: Tensor | None = None,
-    beta: float = 0.0,
+    addends: Sequence[tuple[Tensor, float]] = (),
     gamma: float = 0.0,
+    lost_BMM: Tensor | None = None,
 ) -> None:
-    """`out = alpha X Y^T + beta S + gamma I` of every matrix of a batch, summed in float32 or better and rounded once.
+    """`out = alpha X Y^T + sum of beta S + gamma I` of every matrix of a batch, summed in float32 or better and rounded once. `addends` are the (S, beta).
 
     `x` and `y` are [B, M, K]; [B, K, M] if `transposed`, which makes it `X^T Y`. The caller promises that the result is symmetric up to rounding, so that one
-    triangle may be computed and mirrored.
+    triangle may be computed and mirrored. `lost_BMM` gets `LOST` times what rounding took off `out`.
     """
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     left, right = (x.mT, y) if transposed else (x, y.mT)
     sums_BMM = torch.bmm(left.to(exact), right.to(exact)).mul_(alpha)
-    if addend_BMM is not None:
+    for addend_BMM, beta in addends:
         sums_BMM.add_(addend_BMM.to(exact), alpha=beta)
     if gamma:
         sums_BMM.diagonal(dim1=-2, dim2=-1).add_(gamma)
-    out_BMM.copy_(sums_BMM.tril() + sums_BMM.tril(-1).mT)
+    sums_BMM = sums_BMM.tril() + sums_BMM.tril(-1).mT
+    out_BMM.copy_(sums_BMM)
+    if lost_BMM is not None:
+        lost_BMM.copy_(sums_BMM.sub_(out_BMM).mul_(LOST))
 
 
 def add_parts(parts: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:

@@ -1,6 +1,6 @@
 """Symmetric products by tiles in Triton, and the mirror that vendor products need. B matrices, M rows and columns, K summed.
 
-    C = alpha X Y^T + beta S + gamma I,  C known to be symmetric
+    C = alpha X Y^T + beta S + delta T + gamma I,  C known to be symmetric;  L = LOST (C - rounded(C))
 
 A program computes one tile that touches the lower triangle and stores it twice, the second time transposed: column block j (of `columns`) pairs with row
 block i (of 128) where j <= i // (columns / 128); the blocks on the diagonal hold both of their halves themselves.
@@ -8,10 +8,14 @@ block i (of 128) where j <= i // (columns / 128); the blocks on the diagonal hol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from intarsia_kernels.optimizer.reference import LOST
 
 ROWS, DEPTH = 128, 64
 MIRRORED = 64
@@ -23,30 +27,36 @@ def _product(
     x,
     y,
     s,
+    t,
     c,
     c_mirrored,
+    lost,
+    lost_mirrored,
     rows,
     tiles,
     alpha,
     beta,
+    delta,
     gamma,
     SUMMED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    ADDEND: tl.constexpr,
+    ADDENDS: tl.constexpr,
     IDENTITY: tl.constexpr,
+    LOSES: tl.constexpr,
+    LOST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
     RATIO: tl.constexpr = BLOCK_COLUMNS // BLOCK_ROWS
     batch = tl.program_id(0) // tiles
-    t = tl.program_id(0) % tiles
-    pair = t // RATIO
+    tile = tl.program_id(0) % tiles
+    pair = tile // RATIO
     r = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     r = tl.where((r + 1) * (r + 2) // 2 <= pair, r + 1, r)  # The root is a float32.
     r = tl.where(r * (r + 1) // 2 > pair, r - 1, r)
     j = pair - r * (r + 1) // 2
-    row = (RATIO * r + t % RATIO) * BLOCK_ROWS
+    row = (RATIO * r + tile % RATIO) * BLOCK_ROWS
     column = j * BLOCK_COLUMNS
     sums = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     for k in range(0, SUMMED, BLOCK_DEPTH):
@@ -55,8 +65,10 @@ def _product(
         else:
             sums = tl.dot(x.load([batch * rows + row, k]), y.load([batch * rows + column, k]).T, sums)
     sums = sums * alpha
-    if ADDEND:
+    if ADDENDS > 0:
         sums += beta * s.load([batch * rows + row, column]).to(tl.float32)
+    if ADDENDS > 1:
+        sums += delta * t.load([batch * rows + row, column]).to(tl.float32)
     if IDENTITY:
         at_row = row + tl.arange(0, BLOCK_ROWS)
         at_column = column + tl.arange(0, BLOCK_COLUMNS)
@@ -65,6 +77,11 @@ def _product(
     c.store([batch * rows + row, column], out)
     if j < r:
         c_mirrored.store([batch * rows + column, row], out.T)
+    if LOSES:
+        rest = ((sums - out.to(tl.float32)) * LOST).to(c.dtype)
+        lost.store([batch * rows + row, column], rest)
+        if j < r:
+            lost_mirrored.store([batch * rows + column, row], rest.T)
 
 
 @triton.jit
@@ -84,37 +101,44 @@ def product(
     out_BMM: Tensor,
     transposed: bool,
     alpha: float,
-    addend_BMM: Tensor | None,
-    beta: float,
+    addends: Sequence[tuple[Tensor, float]],
     gamma: float,
+    lost_BMM: Tensor | None,
     *,
     columns: int,
     stages: int,
     warps: int,
 ) -> None:
-    """As `reference.symmetric_product`, for contiguous float16 or bfloat16 tensors with M a multiple of `columns` and K of 64."""
+    """As `reference.symmetric_product`, for contiguous float16 or bfloat16 tensors with M a multiple of `columns` and K of 64, and two addends at most."""
     batch, rows = out_BMM.shape[0], out_BMM.shape[-1]
     depth = x.shape[1] if transposed else x.shape[2]
     blocks = rows // columns
     tiles = blocks * (blocks + 1) // 2 * (columns // ROWS)
     operand = [DEPTH, ROWS] if transposed else [ROWS, DEPTH]
     other = [DEPTH, columns] if transposed else [columns, DEPTH]
-    out = _descriptor(out_BMM, [ROWS, columns])
+    straight, mirrored = [ROWS, columns], [columns, ROWS]
+    out, out_mirrored = _descriptor(out_BMM, straight), _descriptor(out_BMM, mirrored)
+    added = [_descriptor(addend_BMM, straight) for addend_BMM, _ in addends] + [out, out]
+    weights = [weight for _, weight in addends] + [0.0, 0.0]
+    rest = [out, out_mirrored] if lost_BMM is None else [_descriptor(lost_BMM, straight), _descriptor(lost_BMM, mirrored)]
     _product[(tiles * batch,)](
         _descriptor(x, operand),
         _descriptor(y, other),
-        out if addend_BMM is None else _descriptor(addend_BMM, [ROWS, columns]),
+        *added[:2],
         out,
-        _descriptor(out_BMM, [columns, ROWS]),
+        out_mirrored,
+        *rest,
         rows,
         tiles,
         alpha,
-        beta,
+        *weights[:2],
         gamma,
         SUMMED=depth,
         TRANSPOSED=transposed,
-        ADDEND=addend_BMM is not None,
+        ADDENDS=len(addends),
         IDENTITY=gamma != 0.0,
+        LOSES=lost_BMM is not None,
+        LOST=LOST,
         BLOCK_ROWS=ROWS,
         BLOCK_COLUMNS=columns,
         BLOCK_DEPTH=DEPTH,

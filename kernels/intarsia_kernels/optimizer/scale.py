@@ -1,0 +1,61 @@
+"""Matrices of a batch divided by their norms, in Triton. B matrices of N elements each, P parts of each whose squares are summed apart.
+
+    out = scale G / max(norm(G), eps)
+
+Norms in float32: sums of squares by parts, then those of the parts in one order. Both passes read the matrices once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 2048, 8
+"""Elements that a program has in hand at a time."""
+
+PARTS = 512
+"""The most parts of a matrix."""
+
+
+@triton.jit
+def _squares(matrices, sums_BP, size, parts, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    part, batch = tl.program_id(0), tl.program_id(1)
+    matrices += batch.to(tl.int64) * size
+    first = part.to(tl.int64) * (STEPS * BLOCK)
+    offsets = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for step in range(STEPS):
+        start = first + step * BLOCK
+        value = tl.load(matrices + start + offsets, mask=offsets < size - start, other=0.0).to(tl.float32)
+        total += value * value
+    tl.store(sums_BP + batch * parts + part, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _scaled(matrices, sums_BP, out, size, parts, scale, eps, STEPS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    part, batch = tl.program_id(0), tl.program_id(1)
+    of_parts = tl.arange(0, PARTS)
+    sums = tl.load(sums_BP + batch * parts + of_parts, mask=of_parts < parts, other=0.0)
+    factor = scale / tl.maximum(tl.sqrt(tl.sum(sums, axis=0)), eps)
+    matrices += batch.to(tl.int64) * size
+    out += batch.to(tl.int64) * size
+    first = part.to(tl.int64) * (STEPS * BLOCK)
+    offsets = tl.arange(0, BLOCK)
+    for step in range(STEPS):
+        start = first + step * BLOCK
+        inside = offsets < size - start
+        value = tl.load(matrices + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + start + offsets, (value * factor).to(out.dtype.element_ty), mask=inside)
+
+
+def normalised(batch_BMN: Tensor, out_BMN: Tensor, scale: float, eps: float) -> None:
+    """`out = scale G / max(norm(G), eps)` for each matrix of a batch, both contiguous and of at most 32 bits."""
+    batch, size = batch_BMN.shape[0], batch_BMN[0].numel()
+    steps = -(-size // (PARTS * BLOCK))
+    parts = -(-size // (steps * BLOCK))
+    sums_BP = torch.empty(batch, parts, dtype=torch.float32, device=batch_BMN.device)
+    grid, sizes = (parts, batch), {"STEPS": steps, "BLOCK": BLOCK, "num_warps": WARPS}
+    _squares[grid](batch_BMN, sums_BP, size, parts, **sizes)
+    _scaled[grid](batch_BMN, sums_BP, out_BMN, size, parts, scale, eps, PARTS=PARTS, **sizes)
