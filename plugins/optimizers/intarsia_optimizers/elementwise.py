@@ -190,16 +190,10 @@ class Elementwise:
         for piece, part in pieces:
             own = gradients[part]
             whole = piece.gradient(own)
-            step = self._scalars.get(piece.members[0].name) if rule.counted else None
-            if whole is not None:
-                parts = [(piece.value, piece.low, piece.states, whole)]
-            else:
-                parts = [
-                    (member.value, member.low, list(member.states.values()), gradient.reshape(-1))
-                    for member, gradient in zip(piece.members, own, strict=True)
-                ]
+            step = self._scalars[piece.members[0].name] if rule.counted else None
+            parts = [(piece.value, piece.low, piece.states, whole)] if whole is not None else _apart(piece, own)
             for value, low, states, gradient in parts:
-                if low is not None or any(tensor.dtype != value.dtype for tensor in (gradient, *states)):
+                if piece.is_special or gradient.dtype != value.dtype:
                     rule.special(value, low, states, gradient, step, _rate(rule.lr, factor, value.device))
                     continue
                 values, flats, kept, steps = plain.setdefault((value.dtype, value.device), ([], [], [[] for _ in states], []))
@@ -211,6 +205,14 @@ class Elementwise:
                     steps.append(step)
         for (_, device), (values, flats, kept, steps) in plain.items():
             rule.plain(values, flats, kept, steps, _rate(rule.lr, factor, device))
+
+
+def _apart(piece: Piece, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None, list[Tensor], Tensor]]:
+    """The piece's members one by one: (value, low half, states, gradient), flat."""
+    return [
+        (member.value, member.low, list(member.states.values()), gradient.reshape(-1))
+        for member, gradient in zip(piece.members, gradients, strict=True)
+    ]
 
 
 def _rate(lr: float, factor: Scalar, device: torch.device) -> Scalar:

@@ -49,16 +49,16 @@ class Update:
         return math.sqrt(rows / columns) if self.adjust == "spectral" else 1.0
 
 
-def matrix_view(flat: Tensor, stack: Stack) -> Tensor:
-    """The matrices of `stack` in a 1-D tensor: [count, rows, columns]."""
+def matrix_view(local: Tensor, stack: Stack) -> Tensor:
+    """The matrices of `stack` in a contiguous tensor: [count, rows, columns]."""
     distance = stack.distance or stack.rows * stack.columns
-    return flat.as_strided((stack.count, stack.rows, stack.columns), (distance, stack.leading, 1), flat.storage_offset() + stack.offset)
+    return local.as_strided((stack.count, stack.rows, stack.columns), (distance, stack.leading, 1), local.storage_offset() + stack.offset)
 
 
-def flat_gradient(member: Member) -> Tensor:
-    """The parameter's gradient as a 1-D tensor."""
+def gradient_of(member: Member) -> Tensor:
+    """The parameter's gradient, contiguous."""
     assert member.parameter.grad is not None
-    return member.parameter.grad.reshape(-1)
+    return member.parameter.grad.contiguous()
 
 
 def take_directions(update: Update, gradients: Tensors, momenta: Tensors, out: Tensors) -> None:
@@ -112,10 +112,11 @@ class Whole:
 
     def run(self, factor: Scalar, orthogonal: Orthogonal) -> None:
         """One update of all of them."""
-        gradients = [matrix_view(flat_gradient(member), stack) for member, stack in self.entries]
+        gradients = [matrix_view(gradient_of(member), stack) for member, stack in self.entries]
         batch_BMN = torch.empty(sum(self.counts), self.rows, self.columns, dtype=self.dtype, device=gradients[0].device)
         take_directions(self.update, gradients, self.momenta, list(batch_BMN.split(self.counts)))
-        result_BMN = orthogonal(batch_BMN).to(self.master)
+        # Contiguous: a tall batch was worked on transposed.
+        result_BMN = orthogonal(batch_BMN).to(self.master, memory_format=torch.contiguous_format)
         scale = self.update.shape_factor(self.rows, self.columns)
         apply_updates(self.values, list(result_BMN.split(self.counts)), self.update, scale, factor)
 
@@ -162,7 +163,7 @@ class Cut:
         held = [(traveller, part) for traveller, part in zip(self.travellers, parts, strict=True) if part.numel()]
         members = [traveller.member for traveller, _ in held]
         if held:
-            gradients, momenta = [flat_gradient(member) for member in members], [member.states["momentum"] for member in members]
+            gradients, momenta = [gradient_of(member).view(-1) for member in members], [member.states["momentum"] for member in members]
             take_directions(self.update, gradients, momenta, [part for _, part in held])
         owned_sizes = [traveller.owned_numel for traveller in self.travellers]
         owned = list(torch.empty(sum(owned_sizes), dtype=self.dtype, device=self.device).split(owned_sizes))

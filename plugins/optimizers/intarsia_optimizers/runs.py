@@ -8,6 +8,7 @@ likewise, one flat buffer for a run; a parameter's slots are views of it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -50,6 +51,11 @@ class Piece:
     low: Tensor | None
     states: list[Tensor]
     offsets: list[int]  # where each member begins, in elements from the first
+
+    @functools.cached_property
+    def is_special(self) -> bool:
+        """Whether the master is split, or a state of another dtype."""
+        return self.low is not None or any(state.dtype != self.value.dtype for state in self.states)
 
     def gradient(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """The members' gradients as one flat tensor, where they lie in one storage as the members do; else None."""
