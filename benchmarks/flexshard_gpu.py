@@ -118,6 +118,8 @@ class Section:
             entry["build_s"] = round(time.perf_counter() - begin, 1)
             variant = None
             self.save()
+            if "error" in entry:
+                self.say(f"{name} FAILED: {entry['error'][:300]}")
             self.say(
                 f"{name}: losses {entry.get('losses')}, peak {entry.get('peak_allocated_bytes', 0) / 2**30:.2f} GiB, {entry['build_s']} s"
             )

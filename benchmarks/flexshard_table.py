@@ -206,6 +206,9 @@ def fp8_loss_rows(record: Record) -> Iterator[Row]:
         if not base or not fp8 or not other:
             yield Row("fp8-loss", what, None, bar, missing(record["variants"], ["bf16", "fp8", name]))
             continue
+        if base == fp8:
+            yield Row("fp8-loss", what, None, bar, "fp8 has bfloat16's very losses: nothing was quantised")
+            continue
         ours, spread = (max(abs(a - b) for a, b in zip(curve, base, strict=True)) for curve in (fp8, other))
         last = [statistics.fmean(curve[-len(curve) // 10 :]) for curve in (base, fp8, other)]
         note = f"largest {ours:.4f} / {spread:.4f} ({label}); {len(base)} steps, last tenth bf16 {last[0]:.4f}, fp8 {last[1]:.4f}, other {last[2]:.4f}"

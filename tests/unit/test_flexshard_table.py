@@ -213,8 +213,11 @@ def test_what_is_missing_or_doubtful_is_no_success(table: ModuleType) -> None:
     records["one"]["variants"]["ours"] = variant(100.0, rounds=5)
     records["small-graph"]["complete"] = False
     records["small-compiled"]["debug_sizes"] = True
+    records["fp8-loss"]["variants"]["fp8"] = records["fp8-loss"]["variants"]["bf16"]
     rows = rows_of(table, records)
     assert rows["host: "].verdict == "not measured"
+    curve = rows["fp8-loss: 200 losses: |fp8 - bf16| / |bf16-other-seed - bf16|"]
+    assert curve.verdict == "not measured" and "nothing was quantised" in curve.note
     assert rows["large: step of ours"].verdict == "not measured" and "out of memory" in rows["large: step of ours"].note
     assert rows["one: step of ours / ours-one"].verdict == "met, but of 25 steps only"
     assert rows["small-graph: step of ours-captured / fsdp-best"].verdict == "met, but the run was cut off"
