@@ -227,9 +227,10 @@ class GroupReduce(_GroupCall, PreparedReduce):
 
     def start(self, out: Tensor) -> None:
         """See `PreparedReduce`."""
-        self._out = out
         self._launch()
-        if not self._on_host:
+        if self._on_host:
+            self._out = out
+        else:
             self._combine(self._parts, out)
 
     def wait(self) -> None:
@@ -237,6 +238,7 @@ class GroupReduce(_GroupCall, PreparedReduce):
         super().wait()
         if self._on_host:
             self._combine(self._parts, self._out)
+            self._out = self._parts[0]  # A call that is over keeps no result alive.
 
 
 def _all_to_all(backend: Any, me: int, receives: list[Tensor], sends: list[Tensor]) -> _Launch:

@@ -19,7 +19,7 @@ from intarsia.errors import UsageError, did_you_mean
 from intarsia_flexshard.config import BucketConfig, FlexShardConfig
 
 ROOT = "root"
-OFFLOADS = ("none", "cpu")
+OFFLOADS = ("none", "cpu", "low")
 REDUCE_OPS = ("sum", "average")
 PAYLOADS = ("plain", "fp8")
 GRADIENTS = ("whole", "sharded")

@@ -21,6 +21,7 @@ from intarsia.parameters import ParameterInfo, ParameterTable, join_master, spli
 from torch import Tensor, nn
 
 from intarsia_flexshard.assign import BucketSpec, member_of
+from intarsia_flexshard.halves import WaitingHalves
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.payload import Payload, PlainPayload
 from intarsia_flexshard.plan import Geometry, make_geometry
@@ -105,6 +106,7 @@ class Bucket:
         else:
             self.shard = self.groups.gather.empty(count, self.master_dtype, f"shard {self.name}").zero_()
         self.low = torch.zeros(count, dtype=torch.int16, device=self.shard.device) if self.is_split else None
+        self.halves = WaitingHalves(self.low, self.lanes) if self.low is not None and self.spec.offload == "low" else None
         self.masters: dict[str, nn.Parameter] = {}
         lows = self._views(self.low) if self.low is not None else [None] * len(self.infos)
         for info, view, low in zip(self.infos, self._views(self.shard), lows, strict=True):
@@ -248,11 +250,15 @@ class Bucket:
         """The masters: their live storages, or float32 copies where they are split."""
         if self.low is None:
             return {name: master.detach() for name, master in self.masters.items()}
+        if self.halves is not None:
+            self.halves.arrive()
         lows = self._views(self.low)
         return {name: join_master(master.detach(), low) for (name, master), low in zip(self.masters.items(), lows, strict=True)}
 
     def take(self, values: dict[str, Tensor]) -> None:
         """Take masters back that `values` gave as copies."""
+        if self.halves is not None:
+            self.halves.arrive()
         for info in self.infos:
             if info.low is not None and info.name in values:
                 split_master(values[info.name], self.masters[info.name].detach(), info.low)

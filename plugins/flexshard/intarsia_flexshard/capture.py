@@ -31,6 +31,7 @@ class CapturedStep:
             raise UsageError("A step can be captured on a CUDA device only. Run it as it is on a CPU.")
         self._sharded, self._inputs = sharded, [tensor.clone() for tensor in inputs]
         sharded.self_contained = True
+        sharded.keep_halves()  # What a graph's memory held once is never given back.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

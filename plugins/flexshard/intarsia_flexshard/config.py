@@ -23,7 +23,9 @@ class BucketConfig(Config):
     compute: str | None = chz.field(default=None, doc="Dtype of the whole parameters in forward and backward. None: precision.compute.")
     reduce: str | None = chz.field(default=None, doc="Dtype of gradients on the wire. None: precision.reduce.")
     reshard: str | None = chz.field(default=None, doc="always, never, or after N; see the sharder's `reshard`.")
-    offload: str | None = chz.field(default=None, doc="none, or cpu: shards and optimizer state live in the host's memory.")
+    offload: str | None = chz.field(
+        default=None, doc="What waits in the host's memory: none; cpu: shards and optimizer state; low: the low halves of split masters."
+    )
     reduce_op: str | None = chz.field(default=None, doc="sum or average, over shards and replicas.")
     divisor: float | None = chz.field(default=None, doc="What an average divides by instead of the number of ranks.")
     prefetch: int | None = chz.field(default=None, doc="How many buckets ahead gathers start.")
@@ -41,7 +43,9 @@ class FlexShardConfig(SharderConfig):
         doc="When a block's whole parameters are given back: always (after its forward and after its backward), never (after the step), "
         "or `after N`: once N further buckets were unsharded.",
     )
-    offload: str = chz.field(default="none", doc="none, or cpu: shards and optimizer state live in the host's memory.")
+    offload: str = chz.field(
+        default="none", doc="What waits in the host's memory: none; cpu: shards and optimizer state; low: the low halves of split masters."
+    )
     reduce_op: str = chz.field(
         default="sum", doc="sum or average of gradients over shards and replicas. The loss is divided by a global count, hence sum."
     )

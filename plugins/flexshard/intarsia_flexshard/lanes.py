@@ -1,4 +1,4 @@
-"""The streams of a device: one computes, one gathers, one reduces. On a CPU there is one order of things, and nothing to do here."""
+"""The streams of a device: one computes, one gathers, one reduces, one copies to and from the host. On a CPU there is one order of things, and nothing to do here."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ class Lanes:
         self.compute: Any = None
         self.gather: Any = None
         self.reduce: Any = None
+        self.host: Any = None
         if self.on_device:
             # High priority: what is waited for goes before what waits.
             self.gather, self.reduce = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+            self.host = torch.cuda.Stream(device)
             self.begin()
 
     def begin(self) -> None:

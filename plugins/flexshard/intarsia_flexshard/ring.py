@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from intarsia_flexshard.lanes import Lanes
+
 if TYPE_CHECKING:
     from intarsia_flexshard.bucket import Bucket
     from intarsia_flexshard.reduction import Pack
@@ -58,16 +60,21 @@ def slots_needed(ring: Sequence[int], window: int) -> int:
     return max(sum(first <= other < first + window for other in ring) for first in ring)
 
 
-def make_slots(buckets: Sequence[Bucket], count: int, device: torch.device, event: Any, least: int = 0) -> list[Slot]:
+def make_slots(buckets: Sequence[Bucket], count: int, lanes: Lanes, least: int = 0) -> list[Slot]:
     """`count` buffers, each as large as the largest of `buckets` needs and of `least` bytes; the n-th bucket lives in the n-th, counted round."""
     sizes = [max(getattr(bucket.payload, name) for bucket in buckets) for name in ("whole_bytes", "staged_bytes")]
     whole, staged = (aligned(size) for size in (max(sizes[0], least), sizes[1]))
+    groups = buckets[0].groups
     # On a device the gathering stream orders all uses of one staging buffer; on a CPU gathers of several slots run at once.
-    shared = torch.empty(staged, dtype=torch.uint8, device=device)
+    shared = torch.empty(staged, dtype=torch.uint8, device=groups.gather.device)
     slots = []
     for number in range(count):
-        staging = shared if device.type != "cpu" or number == 0 else torch.empty_like(shared)
-        slots.append(Slot(torch.empty(whole, dtype=torch.uint8, device=device), staging, event()))
+        staging = shared if lanes.on_device or number == 0 else torch.empty_like(shared)
+        # What also holds gradients is memory that reductions may read from.
+        buffer = (
+            groups.reduce.empty(whole, torch.uint8, "gradients") if least else torch.empty(whole, dtype=torch.uint8, device=shared.device)
+        )
+        slots.append(Slot(buffer, staging, lanes.event()))
     for number, bucket in enumerate(buckets):
         bucket.move_to(slots[number % count])
     return slots

@@ -30,16 +30,14 @@ from intarsia_flexshard.assign import BucketSpec, assign, read_outside
 from intarsia_flexshard.bucket import BalancedPlacement, Bucket, Groups
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.lanes import Lanes
-from intarsia_flexshard.reduction import Pack, Reduction
-from intarsia_flexshard.ring import Slot, aligned, group, make_slots, slots_needed
+from intarsia_flexshard.memory import grow_pack, make_memory
+from intarsia_flexshard.reduction import Reduction
+from intarsia_flexshard.ring import make_slots
 
 logger = logging.getLogger("intarsia.flexshard")
 
 # Reductions under way before the oldest is waited for: it bounds what gradients in flight take.
 PENDING = 2
-
-# The slot that lends its memory to gradients may be made this much larger for it.
-LENT = 1.25
 
 
 def build(config: FlexShardConfig) -> FlexShard:
@@ -64,6 +62,8 @@ class FlexShard:
         is_split = config.master == "split"
         if is_split:
             _check_split(table, specs)
+        elif any(spec.offload == "low" for spec in specs):
+            raise UsageError("offload=low moves the low halves of split masters, and there are none. Set sharder.master=split, or offload=none.")
         loads: dict[tuple[str, ...], list[float]] = {}
         buckets = []
         for spec in specs:
@@ -130,63 +130,20 @@ class FlexShardModel:
         self._order = [bucket for bucket in buckets if not (bucket.is_alias or bucket.is_kept)]
         self._kept = [bucket for bucket in buckets if bucket.is_kept and not bucket.is_alias]
         self._place = {bucket.name: place for place, bucket in enumerate(self._order)}
-        self._device = comm.device
         modules = dict(model.named_modules(remove_duplicate=False))
         for bucket in buckets:  # Backward of an embedding reads no weights.
             bucket.needs_backward = not all(isinstance(modules[name], nn.Embedding) for name in bucket.drivers)
-        self._make_memory()
+        make_memory(self.buckets, self._order, self._kept, self._depth, self.lanes)
         self._gathers = list(dict.fromkeys(bucket.groups.gather for bucket in buckets))
         masters = {name: master for bucket in buckets for name, master in bucket.masters.items()}
         self._parameters = {name: masters[name] for name in table}
         self._phases = self._plan_update()
+        # Activations are at their most as the last bucket is needed; its backward has given them back once the one before is left.
+        self._halves = [bucket.halves for bucket in buckets if bucket.halves is not None]
+        self._fullest, self._after_fullest = (self._order[-1], self._order[-2]) if len(self._order) > 1 else (None, None)
         self._modules = self._install()
 
     # ------------------------------------------------------------ build
-
-    def _make_memory(self) -> None:
-        """Rings for whole parameters, and two buffers in which gradients are packed."""
-        device, order = self._device, self._order
-        reductions = [bucket.reduction for bucket in self.buckets if bucket.reduction is not None]
-        sizes = [reduction.pack_bytes(reduction.narrow) for reduction in reductions]
-        packed, received = (aligned(max(size)) for size in zip(*sizes, strict=True)) if sizes else (0, 0)
-        count = min(2, len(reductions))
-        # On a device the reducing stream orders all uses of one receive buffer; elsewhere exchanges run at once.
-        scratches = min(count, 1) if self.lanes.on_device else count
-        wanted = count * packed + scratches * received
-        keys = {id(bucket.groups.gather): number for number, bucket in enumerate(order)}
-        lent: Slot | None = None
-        for places in group([(bucket.payload.whole_bytes, keys[id(bucket.groups.gather)]) for bucket in order]):
-            ring = [order[place] for place in places]
-            needed = slots_needed(places, 1 + max(max(self._depth, bucket.spec.keep) for bucket in ring))
-            # Backward leaves the last bucket first; if no other of its slot is needed there, gradients are packed where its parameters were.
-            lends = ring[-1] is order[-1] and needed == 1 and not any(bucket.needs_backward for bucket in ring[:-1])
-            lends = lends and wanted <= LENT * max(bucket.payload.whole_bytes for bucket in ring)
-            slots = make_slots(ring, needed, device, self.lanes.event, wanted if lends else 0)
-            lent = slots[0] if lends else lent
-        for bucket in self._kept:
-            make_slots([bucket], 1, device, self.lanes.event)
-        # Zeros: between members there may be gaps, which are summed with the rest.
-        memory = torch.zeros(wanted, dtype=torch.uint8, device=device) if lent is None else lent.buffer.zero_()
-        packs = []
-        for number in range(count):
-            scratch = memory[count * packed + number % scratches * received :][:received]
-            packs.append(Pack(memory[number * packed : (number + 1) * packed], scratch, None, slot=lent))
-        if lent is not None:
-            lent.packs = packs
-        for number, reduction in enumerate(reductions):
-            reduction.use(packs[number % 2])
-
-    def _grow_pack(self, pack: Pack | None, size: int, received: int) -> Pack:
-        """A pack of its own for everybody who used `pack`. What used it is complete first."""
-        if pack is not None:
-            if pack.user is not None:
-                pack.user.complete()
-            size, received = max(size, pack.buffer.numel()), max(received, pack.scratch.numel())
-        larger = Pack(*(torch.zeros(each, dtype=torch.uint8, device=self._device) for each in (size, received)), None)
-        for bucket in self.buckets:
-            if bucket.reduction is not None and bucket.reduction.pack is pack:
-                bucket.reduction.use(larger)
-        return larger
 
     def _plan_update(self) -> list[Phase]:
         """The last half first, while the first buckets' reductions end; then what the next step needs first, so that its gathers run under the rest."""
@@ -269,10 +226,14 @@ class FlexShardModel:
             for bucket in phase.buckets:
                 if bucket.reduction is not None:
                     bucket.reduction.complete()
+                if bucket.halves is not None:
+                    bucket.halves.arrive()
             if phase.names:
                 optimizer.step(factor, phase.names)
             for bucket in phase.buckets:
                 bucket.payload.encode()
+                if bucket.halves is not None:
+                    bucket.halves.leave()
             if not started and early in phase.buckets:
                 started = True
                 self._is_stale = False
@@ -336,6 +297,14 @@ class FlexShardModel:
             raise UsageError(f"prefetch is {depth}; it must be 0 or more.")
         self._wanted_depth = depth
 
+    def keep_halves(self) -> None:
+        """Low halves of split masters stay on the device from now on."""
+        for bucket in self.buckets:
+            if bucket.halves is not None:
+                bucket.halves.arrive()
+                bucket.halves = None
+        self._halves = []
+
     def _bucket(self, name: str) -> Bucket:
         if name not in self._by_name:
             raise UsageError(f"There is no bucket {name!r}. {did_you_mean(name, self._by_name)}")
@@ -392,7 +361,7 @@ class FlexShardModel:
                 f"other. Give one of them `reshard=never`, or both `reshard='after {bucket.spec.keep + 1}'`."
             )
         logger.warning("Buckets %r and %r are needed at once: %r gets memory of its own.", bucket.name, other.name, bucket.name)
-        make_slots([bucket], 1, bucket.groups.gather.device, self.lanes.event)
+        make_slots([bucket], 1, self.lanes)
 
     def _prefetch(self, bucket: Bucket, direction: int, further: int = 0) -> None:
         """Begin to gather what comes next, `further` buckets more than the depth says."""
@@ -427,7 +396,7 @@ class FlexShardModel:
         self._comm.agree(self._wanted_depth, "the prefetch depth")
         self._drop_gathered()
         self._is_stale, self._depth = True, self._wanted_depth
-        self._make_memory()
+        make_memory(self.buckets, self._order, self._kept, self._depth, self.lanes)
         self._phases = self._plan_update()
 
     def _forget_events(self) -> None:
@@ -456,7 +425,7 @@ class FlexShardModel:
             if len(self._pending) >= PENDING:
                 self._pending.pop(0).complete()
             reduction.complete()
-            reduction.start(self._any_unsynced, lambda *sizes: self._grow_pack(reduction.pack, *sizes))
+            reduction.start(self._any_unsynced, lambda *sizes: grow_pack(self.buckets, reduction.pack, *sizes))
             self._pending.append(reduction)
 
     def _complete_all(self) -> None:
@@ -479,6 +448,9 @@ class FlexShardModel:
             bucket.settle()
             if not recomputing:
                 self._prefetch(bucket, 1)
+                if bucket is self._fullest:
+                    for halves in self._halves:
+                        halves.drop()
             if not is_root and torch.is_grad_enabled():
                 inputs = _differentiable(args, kwargs)
                 if inputs:
@@ -552,6 +524,9 @@ class FlexShardModel:
         self._prefetch(bucket, -1, 1)
         # Gradients of parameters that several calls share come with the last of them.
         if bucket.reduction is not None and bucket.open and not bucket.calls:
+            if bucket is self._after_fullest:
+                for halves in self._halves:
+                    halves.come()
             is_due = self._last or self._config.gradients == "sharded"
             (self._reduce if is_due else self._accumulate)(bucket)
         if self.measure_host:
