@@ -142,6 +142,22 @@ def twice(world: Communicator) -> None:
     second.barrier("of the second")
 
 
+def test_groups_beside_each_other_are_duplicated_apart() -> None:
+    assert spawn(beside, 4) == [[[0, 1], [0, 1]], [[0, 1], [0, 1]], [[2, 3], [2, 3]], [[2, 3], [2, 3]]]
+
+
+def beside(world: Communicator) -> list[list[int]]:
+    part = world.split([[0, 1], [2, 3]], "shards")
+    found = []
+    for name in ("gather", "reduce"):
+        full = torch.zeros(2, dtype=torch.int64)
+        prepared = part.duplicate(name).prepare_gather(torch.tensor([world.rank]), full, [1, 1], name)
+        prepared.start()
+        prepared.wait()
+        found.append(full.tolist())
+    return found
+
+
 # ---------------------------------------------------------------- alone, and planned
 
 

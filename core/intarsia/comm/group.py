@@ -64,13 +64,14 @@ class ProcessGroupCommunicator(Communicator):
 
     def split(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
         timeout = datetime.timedelta(seconds=self.timeout_s)
-        created = [dist.new_group([self.ranks[rank] for rank in group], timeout=timeout) for group in groups]
-        mine = [made for made, group in zip(created, groups, strict=True) if self.rank in group]
+        mine = [[self.ranks[rank] for rank in group] for group in groups if self.rank in group]
         if not mine:
             raise DistributedError(f"Rank {self.rank} of group {self.name!r} is in none of the groups {groups} of {name!r}.")
+        # Named by its members: groups beside this one, whose ranks make parts of their own now, have other names.
+        made = dist.new_group(mine[-1], timeout=timeout, use_local_synchronization=True)
         # Groups that were made one after the other may have one name.
         store = None if self.store is None else dist.PrefixStore(f"part{len(self._parts)}", self.store)
-        self._parts.append(ProcessGroupCommunicator(mine[-1], self.device, name, store, self.timeout_s, self.check, self.watcher))
+        self._parts.append(ProcessGroupCommunicator(made, self.device, name, store, self.timeout_s, self.check, self.watcher))
         return self._parts[-1]
 
     def duplicate(self, name: str, transport: Transport | None = None) -> Communicator:
