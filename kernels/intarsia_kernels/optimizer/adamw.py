@@ -13,28 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from intarsia_kernels.optimizer.blocks import read, read_master, write, write_master
 from intarsia_kernels.optimizer.launch import Launcher
 
 BLOCK, WARPS = 2048, 8
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@triton.jit
-def _read(pointer, offsets, left, WHOLE: tl.constexpr):
-    if WHOLE:
-        value = tl.load(pointer + offsets)
-    else:
-        value = tl.load(pointer + offsets, mask=offsets < left, other=0.0)
-    return value
-
-
-@triton.jit
-def _write(pointer, offsets, left, value, WHOLE: tl.constexpr):
-    if WHOLE:
-        tl.store(pointer + offsets, value)
-    else:
-        tl.store(pointer + offsets, value, mask=offsets < left)
 
 
 @triton.jit
@@ -53,29 +37,16 @@ def _block(
 ):  # fmt: skip
     # Four at a time: what a thread reads of the widest is what it writes of all, and nothing moves between threads.
     offsets = tl.max_contiguous(tl.arange(0, BLOCK), 4)
-    stored = _read(value, offsets, left, WHOLE)
-    if SPLIT:
-        high = stored.to(tl.int16, bitcast=True).to(tl.int32)
-        w = ((high << 16) + _read(low, offsets, left, WHOLE).to(tl.int32)).to(tl.float32, bitcast=True)
-    else:
-        w = stored.to(tl.float32)
-    g = _read(gradient, offsets, left, WHOLE).to(tl.float32)
-    m = _read(mean, offsets, left, WHOLE).to(tl.float32)
-    v = _read(square, offsets, left, WHOLE).to(tl.float32)
+    w = read_master(value, low, offsets, left, SPLIT, WHOLE)
+    g = read(gradient, offsets, left, WHOLE).to(tl.float32)
+    m = read(mean, offsets, left, WHOLE).to(tl.float32)
+    v = read(square, offsets, left, WHOLE).to(tl.float32)
     m += new_mean * (g - m)
     v = v * keep_square + new_square * (g * g)
     w = w * shrink - rate * m / (tl.sqrt(v) * root + eps)
-    _write(mean, offsets, left, m.to(mean.dtype.element_ty), WHOLE)
-    _write(square, offsets, left, v.to(square.dtype.element_ty), WHOLE)
-    if SPLIT:
-        bits = w.to(tl.int32, bitcast=True)
-        # To nearest even, on the bits: the low half is what this leaves, so it must be this rounding.
-        high = tl.where(w == w, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FFF)
-        missing = tl.where(w == w, tl.minimum(bits - (high << 16), 0x7FFF), 0)
-        _write(value, offsets, left, high.to(tl.int16).to(value.dtype.element_ty, bitcast=True), WHOLE)
-        _write(low, offsets, left, missing.to(tl.int16), WHOLE)
-    else:
-        _write(value, offsets, left, w.to(value.dtype.element_ty), WHOLE)
+    write(mean, offsets, left, m.to(mean.dtype.element_ty), WHOLE)
+    write(square, offsets, left, v.to(square.dtype.element_ty), WHOLE)
+    write_master(value, low, offsets, left, w, SPLIT, WHOLE)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["step", "lr"])

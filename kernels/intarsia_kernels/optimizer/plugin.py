@@ -12,7 +12,7 @@ INTARSIA_API = 1
 
 @hookimpl(optionalhook=True)
 def offer_optimizer_kernels() -> Sequence[KernelEntry]:
-    """AdamW of a flat run in one launch, and Newton-Schulz by symmetric products."""
+    """AdamW of a flat run in one launch, Newton-Schulz by symmetric products, and what Muon does before and after it."""
     return [
         KernelEntry(
             name="fused_adamw",
@@ -36,5 +36,23 @@ def offer_optimizer_kernels() -> Sequence[KernelEntry]:
             bounds={"*": 5e-2},
             numerics="tolerance",
             priority=10,
+        ),
+        *(
+            KernelEntry(
+                name=f"fused_{op}",
+                op=op,
+                target=f"intarsia_kernels.optimizer.muon:{op.removeprefix('muon_')}",
+                doc=doc,
+                needs=("cuda", "triton"),
+                dtypes=("float32", "bfloat16"),
+                bounds={"*@float32": 2e-6, "*@bfloat16": 8e-3},
+                numerics="tolerance",
+                invariant=True,
+                priority=10,
+            )
+            for op, doc in (
+                ("muon_directions", "Muon's momentum and direction in one pass over eight matrices at a time."),
+                ("muon_apply", "Muon's decay and update in one pass over eight matrices at a time, split masters included."),
+            )
         ),
     ]

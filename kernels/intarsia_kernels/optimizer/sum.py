@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from intarsia_kernels.optimizer import reference
+from intarsia_kernels.optimizer.blocks import read, write
 from intarsia_kernels.optimizer.launch import Launcher
 
 MOST = 8
@@ -24,38 +25,26 @@ NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
-def _read(pointer, offsets, left, WHOLE: tl.constexpr):
-    if WHOLE:
-        value = tl.load(pointer + offsets)
-    else:
-        value = tl.load(pointer + offsets, mask=offsets < left, other=0.0)
-    return value.to(tl.float32)
-
-
-@triton.jit
 def _block(p0, p1, p2, p3, p4, p5, p6, p7, out, base, left, scale, PARTS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     # Four at a time: what a thread reads of each is what it writes, and nothing moves between threads.
     offsets = tl.max_contiguous(tl.arange(0, BLOCK), 4)
-    total = _read(p0 + base, offsets, left, WHOLE)
+    total = read(p0 + base, offsets, left, WHOLE).to(tl.float32)
     if PARTS > 1:
-        total += _read(p1 + base, offsets, left, WHOLE)
+        total += read(p1 + base, offsets, left, WHOLE).to(tl.float32)
     if PARTS > 2:
-        total += _read(p2 + base, offsets, left, WHOLE)
+        total += read(p2 + base, offsets, left, WHOLE).to(tl.float32)
     if PARTS > 3:
-        total += _read(p3 + base, offsets, left, WHOLE)
+        total += read(p3 + base, offsets, left, WHOLE).to(tl.float32)
     if PARTS > 4:
-        total += _read(p4 + base, offsets, left, WHOLE)
+        total += read(p4 + base, offsets, left, WHOLE).to(tl.float32)
     if PARTS > 5:
-        total += _read(p5 + base, offsets, left, WHOLE)
+        total += read(p5 + base, offsets, left, WHOLE).to(tl.float32)
     if PARTS > 6:
-        total += _read(p6 + base, offsets, left, WHOLE)
+        total += read(p6 + base, offsets, left, WHOLE).to(tl.float32)
     if PARTS > 7:
-        total += _read(p7 + base, offsets, left, WHOLE)
+        total += read(p7 + base, offsets, left, WHOLE).to(tl.float32)
     result = (total * scale).to(out.dtype.element_ty)
-    if WHOLE:
-        tl.store(out + base + offsets, result)
-    else:
-        tl.store(out + base + offsets, result, mask=offsets < left)
+    write(out + base, offsets, left, result, WHOLE)
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -26,11 +26,11 @@ from intarsia_optimizers.config import MuonConfig
 from intarsia_optimizers.elementwise import Elementwise
 from intarsia_optimizers.kernels import choose_kernel
 from intarsia_optimizers.matrices import check_splits, find_split, is_matrix, matrices_of
-from intarsia_optimizers.muon_update import Cut, Update, Whole, plan
+from intarsia_optimizers.muon_update import Cut, Kernels, Update, Whole, plan
 from intarsia_optimizers.ownership import cut_text, find_ownership, group_of
 from intarsia_optimizers.runs import Member, Order, allocate, local_member, master_dtype
 from intarsia_optimizers.settings import BOUNDS, check_choice, check_state_dtype, group_settings
-from intarsia_optimizers.updates import Scalar, newton_schulz
+from intarsia_optimizers.updates import Scalar, muon_apply, muon_directions, newton_schulz
 
 if TYPE_CHECKING:
     from intarsia.comm import Communicator
@@ -101,6 +101,13 @@ class Muon:
         self._newton_schulz = choose_kernel(
             "newton_schulz", "newton_schulz_kernel", config.newton_schulz_kernel, newton_schulz, device, self._dtype
         )
+        # A name is that of a kernel for Newton-Schulz.
+        wanted = "reference" if config.newton_schulz_kernel == "reference" else "auto"
+        master = next((member.value.dtype for member in self._members.values()), torch.float32)
+        directions, apply = (
+            choose_kernel(rule.__name__, "newton_schulz_kernel", wanted, rule, device, master) for rule in (muon_directions, muon_apply)
+        )
+        self._kernels = Kernels(self._orthogonal, directions, apply)
         self._place(table, comm)
         self._plans: dict[tuple[str, ...], tuple[list[Whole], list[Cut]]] = {}
 
@@ -159,9 +166,9 @@ class Muon:
             self._plans[active] = self._plan(active)
         whole, cut = self._plans[active]
         for batch in whole:
-            batch.run(factor, self._orthogonal)
+            batch.run(factor, self._kernels)
         for journeys in cut:
-            journeys.run(factor, self._orthogonal)
+            journeys.run(factor, self._kernels)
         self._rest.step(factor, chosen)
 
     def _plan(self, names: Sequence[str]) -> tuple[list[Whole], list[Cut]]:

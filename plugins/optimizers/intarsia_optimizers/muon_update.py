@@ -12,19 +12,26 @@ from typing import TYPE_CHECKING
 
 import torch
 from intarsia.layout import Box, Region, region_parts
-from intarsia.parameters import join_master, split_master
 from intarsia_transfer.run import run_transfers
 from torch import Tensor
 
 from intarsia_optimizers.matrices import Stack, stacks_in
 from intarsia_optimizers.ownership import Axes, Journey
 from intarsia_optimizers.runs import Member, master_dtype
-from intarsia_optimizers.updates import Scalar, Tensors, decay
+from intarsia_optimizers.updates import Scalar, Tensors
 
 if TYPE_CHECKING:
     from intarsia.comm import Communicator
 
-Orthogonal = Callable[[Tensor], Tensor]
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """What carries out the parts of a step: `newton_schulz` with its settings, `muon_directions` and `muon_apply` of `intarsia_optimizers.updates`, or kernels in their place."""
+
+    orthogonal: Callable[[Tensor], Tensor]
+    directions: Callable[..., None]
+    apply: Callable[..., None]
+
 
 # Elements of all matrices of one round of transfers: bounds what an owner holds of others' matrices at a time.
 ROUND = 2**28
@@ -61,40 +68,9 @@ def gradient_of(member: Member) -> Tensor:
     return member.parameter.grad.contiguous()
 
 
-def take_directions(update: Update, gradients: Tensors, momenta: Tensors, out: Tensors) -> None:
-    """Update `momenta` in place and write the directions into `out`, rounded to its dtype. Narrow momentum is updated wide and rounded once."""
-    wide, given = momenta, gradients
-    if momenta[0].dtype != gradients[0].dtype:
-        exact = torch.promote_types(gradients[0].dtype, torch.float32)
-        wide, given = [momentum.to(exact) for momentum in momenta], [gradient.to(exact) for gradient in gradients]
-    torch._foreach_lerp_(wide, given, 1 - update.momentum)
-    if wide is not momenta:
-        torch._foreach_copy_(momenta, wide)
-    torch._foreach_copy_(out, torch._foreach_lerp(given, wide, update.momentum) if update.nesterov else wide)
-
-
-def apply_updates(members: Sequence[tuple[Tensor, Tensor | None]], updates: Tensors, update: Update, scale: float, factor: Scalar) -> None:
-    """`w <- (1 - lr weight_decay) w - lr scale u` for each (value, low half or None) and its `u`, which is in the master's dtype and may be changed."""
-    values, lows = [value for value, _ in members], [low for _, low in members if low is not None]
-    lr = update.lr * (factor.to(values[0].device) if isinstance(factor, Tensor) else factor)
-    if lows:
-        # Halves are joined and split for all at once: doing that takes several launches.
-        high, low = (torch.cat([half.reshape(-1) for half in halves]) for halves in (values, lows))
-        masters = [join_master(high, low)]
-        updates = [torch.cat([each.reshape(-1) for each in updates])]
-    else:
-        masters = values
-    decay(masters, lr, update.weight_decay)
-    if isinstance(lr, Tensor):
-        torch._foreach_mul_(updates, lr * scale)
-        torch._foreach_sub_(masters, updates)
-    else:
-        torch._foreach_add_(masters, updates, alpha=-lr * scale)
-    if lows:
-        split_master(masters[0], high, low)
-        sizes = [value.numel() for value in values]
-        for targets, flat in ((values, high), (lows, low)):
-            torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(flat.split(sizes), targets, strict=True)])
+def rate(update: Update, factor: Scalar, device: torch.device) -> Scalar:
+    """The learning rate of this step."""
+    return update.lr * (factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 class Whole:
@@ -103,22 +79,20 @@ class Whole:
     def __init__(self, update: Update, entries: Sequence[tuple[Member, Stack]], dtype: torch.dtype) -> None:
         self.update, self.entries, self.dtype = update, list(entries), dtype
         self.rows, self.columns = entries[0][1].rows, entries[0][1].columns
-        self.master = master_dtype(entries[0][0])
         self.counts = [stack.count for _, stack in entries]
         self.momenta = [matrix_view(member.states["momentum"], stack) for member, stack in entries]
-        self.values = [
-            (matrix_view(member.value, stack), None if member.low is None else matrix_view(member.low, stack)) for member, stack in entries
-        ]
+        self.values = [matrix_view(member.value, stack) for member, stack in entries]
+        self.lows = [matrix_view(member.low, stack) for member, stack in entries if member.low is not None] or None
 
-    def run(self, factor: Scalar, orthogonal: Orthogonal) -> None:
+    def run(self, factor: Scalar, kernels: Kernels) -> None:
         """One update of all of them."""
         gradients = [matrix_view(gradient_of(member), stack) for member, stack in self.entries]
         batch_BMN = torch.empty(sum(self.counts), self.rows, self.columns, dtype=self.dtype, device=gradients[0].device)
-        take_directions(self.update, gradients, self.momenta, list(batch_BMN.split(self.counts)))
-        # Contiguous: a tall batch was worked on transposed.
-        result_BMN = orthogonal(batch_BMN).to(self.master, memory_format=torch.contiguous_format)
-        scale = self.update.shape_factor(self.rows, self.columns)
-        apply_updates(self.values, list(result_BMN.split(self.counts)), self.update, scale, factor)
+        kernels.directions(self.momenta, gradients, list(batch_BMN.split(self.counts)), self.update.momentum, self.update.nesterov)
+        # Contiguous: a tall batch may have been worked on transposed.
+        updates = list(kernels.orthogonal(batch_BMN).contiguous().split(self.counts))
+        lr, scale = rate(self.update, factor, batch_BMN.device), self.update.shape_factor(self.rows, self.columns)
+        kernels.apply(self.values, self.lows, updates, lr, scale, self.update.weight_decay)
 
 
 @dataclasses.dataclass(eq=False)
@@ -156,7 +130,7 @@ class Cut:
         self.batches = list(_batches(stacks, batch_elements))
         self.device = entries[0][0].value.device
 
-    def run(self, factor: Scalar, orthogonal: Orthogonal) -> None:
+    def run(self, factor: Scalar, kernels: Kernels) -> None:
         """One update of all of them; collective."""
         sizes = [traveller.member.value.numel() for traveller in self.travellers]
         parts = list(torch.empty(sum(sizes), dtype=self.dtype, device=self.device).split(sizes))
@@ -164,7 +138,7 @@ class Cut:
         members = [traveller.member for traveller, _ in held]
         if held:
             gradients, momenta = [gradient_of(member).view(-1) for member in members], [member.states["momentum"] for member in members]
-            take_directions(self.update, gradients, momenta, [part for _, part in held])
+            kernels.directions(momenta, gradients, [part for _, part in held], self.update.momentum, self.update.nesterov)
         owned_sizes = [traveller.owned_numel for traveller in self.travellers]
         owned = list(torch.empty(sum(owned_sizes), dtype=self.dtype, device=self.device).split(owned_sizes))
         journeys = [traveller.journey for traveller in self.travellers]
@@ -175,13 +149,14 @@ class Cut:
             counts = [stack.count for _, stack in batch]
             batch_BMN = torch.empty(sum(counts), *views[0].shape[1:], dtype=self.dtype, device=self.device)
             torch._foreach_copy_(list(batch_BMN.split(counts)), views)
-            torch._foreach_copy_(views, list(orthogonal(batch_BMN).to(self.dtype).split(counts)))
+            torch._foreach_copy_(views, list(kernels.orthogonal(batch_BMN).to(self.dtype).split(counts)))
         back = [(journey.back, whole, part) for journey, part, whole in zip(journeys, parts, owned, strict=True)]
         run_transfers(self.comm, back, "Muon: updates to their parts")
         if held:
             updates = [part.to(self.master) for _, part in held]
             self._adjust([traveller for traveller, _ in held], updates)
-            apply_updates([(member.value, member.low) for member in members], updates, self.update, 1.0, factor)
+            values, lows = [member.value for member in members], [member.low for member in members if member.low is not None] or None
+            kernels.apply(values, lows, updates, rate(self.update, factor, self.device), 1.0, self.update.weight_decay)
 
     def _adjust(self, travellers: Sequence[Traveller], updates: Tensors) -> None:
         """Multiply each matrix's part of `updates` by its shape's factor."""

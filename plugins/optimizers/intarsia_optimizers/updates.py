@@ -2,8 +2,9 @@
 
     adamw_update    one AdamW step of one flat run, split masters and narrow state included
     newton_schulz   the nearest orthogonal matrices of a batch, approximately
+    muon_directions, muon_apply     what Muon does to each element before and after that
 
-Both may be replaced by kernels of the same signature (`intarsia_optimizers.hookspecs.offer_optimizer_kernels`). Every scalar that changes from step to step may be a
+All may be replaced by kernels of the same signature (`intarsia_optimizers.hookspecs.offer_optimizer_kernels`). Every scalar that changes from step to step may be a
 0-d tensor on the device, so that a step can be captured; nothing here waits for the device.
 
 Shape suffixes: B matrices of a batch, M rows, N columns.
@@ -80,6 +81,47 @@ def newton_schulz(batch_BMN: Tensor, steps: int, coefficients: tuple[float, floa
         polynomial_BMM = torch.baddbmm(gram_BMM, gram_BMM, gram_BMM, beta=b, alpha=c)
         x_BMN = torch.baddbmm(x_BMN, polynomial_BMM, x_BMN, beta=a)
     return x_BMN.mT if tall else x_BMN
+
+
+@torch.no_grad()
+def muon_directions(momenta: Tensors, gradients: Tensors, out: Tensors, momentum: float, nesterov: bool) -> None:
+    """`m <- m + (1 - momentum) (g - m)` in place, and `m` (Nesterov: `g + momentum (m - g)`) into `out`, rounded to its dtype. Tensors of a place in the lists are of one
+    shape. Narrow momentum is updated wide and rounded once."""
+    wide, given = momenta, gradients
+    if momenta[0].dtype != gradients[0].dtype:
+        exact = torch.promote_types(gradients[0].dtype, torch.float32)
+        wide, given = [each.to(exact) for each in momenta], [gradient.to(exact) for gradient in gradients]
+    torch._foreach_lerp_(wide, given, 1 - momentum)
+    if wide is not momenta:
+        torch._foreach_copy_(momenta, wide)
+    torch._foreach_copy_(out, torch._foreach_lerp(given, wide, momentum) if nesterov else wide)
+
+
+@torch.no_grad()
+def muon_apply(values: Tensors, lows: Tensors | None, updates: Tensors, lr: Scalar, scale: float, weight_decay: float) -> None:
+    """`w <- (1 - lr weight_decay) w - lr scale u` for the masters `values`, or, with `lows`, split masters of which they are the high halves. `updates` may be narrower than
+    the masters, and may be changed."""
+    if lows is not None:
+        from intarsia.parameters import join_master, split_master
+
+        # Halves are joined and split for all at once: doing that takes several launches.
+        high, low = (torch.cat([half.reshape(-1) for half in halves]) for halves in (values, lows))
+        masters = [join_master(high, low)]
+        updates = [torch.cat([each.reshape(-1) for each in updates])]
+    else:
+        masters = values
+    updates = [update.to(masters[0].dtype) for update in updates]
+    decay(masters, lr, weight_decay)
+    if isinstance(lr, Tensor):
+        torch._foreach_mul_(updates, lr * scale)
+        torch._foreach_sub_(masters, updates)
+    else:
+        torch._foreach_add_(masters, updates, alpha=-lr * scale)
+    if lows is not None:
+        split_master(masters[0], high, low)
+        sizes = [value.numel() for value in values]
+        for targets, flat in ((values, high), (lows, low)):
+            torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(flat.split(sizes), targets, strict=True)])
 
 
 # ---------------------------------------------------------------- rules on lists of tensors

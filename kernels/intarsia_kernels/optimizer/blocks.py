@@ -1,0 +1,51 @@
+"""What elementwise kernels share: blocks of a flat tensor with and without a mask, and masters that are split in two halves."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def read(pointer, offsets, left, WHOLE: tl.constexpr):
+    """Elements as they are stored; zeros from `left` on unless the block is whole."""
+    if WHOLE:
+        value = tl.load(pointer + offsets)
+    else:
+        value = tl.load(pointer + offsets, mask=offsets < left, other=0.0)
+    return value
+
+
+@triton.jit
+def write(pointer, offsets, left, value, WHOLE: tl.constexpr):
+    """Elements that are of the pointer's dtype."""
+    if WHOLE:
+        tl.store(pointer + offsets, value)
+    else:
+        tl.store(pointer + offsets, value, mask=offsets < left)
+
+
+@triton.jit
+def read_master(value, low, offsets, left, SPLIT: tl.constexpr, WHOLE: tl.constexpr):
+    """A master in float32, joined from its halves if it is split (`intarsia.parameters.join_master`)."""
+    stored = read(value, offsets, left, WHOLE)
+    if SPLIT:
+        high = stored.to(tl.int16, bitcast=True).to(tl.int32)
+        w = ((high << 16) + read(low, offsets, left, WHOLE).to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        w = stored.to(tl.float32)
+    return w
+
+
+@triton.jit
+def write_master(value, low, offsets, left, w, SPLIT: tl.constexpr, WHOLE: tl.constexpr):
+    """A master from float32, split as by `intarsia.parameters.split_master` if it is."""
+    if SPLIT:
+        bits = w.to(tl.int32, bitcast=True)
+        # To nearest even, on the bits: the low half is what this leaves, so it must be this rounding.
+        high = tl.where(w == w, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FFF)
+        missing = tl.where(w == w, tl.minimum(bits - (high << 16), 0x7FFF), 0)
+        write(value, offsets, left, high.to(tl.int16).to(value.dtype.element_ty, bitcast=True), WHOLE)
+        write(low, offsets, left, missing.to(tl.int16), WHOLE)
+    else:
+        write(value, offsets, left, w.to(value.dtype.element_ty), WHOLE)
