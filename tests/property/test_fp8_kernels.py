@@ -67,7 +67,8 @@ def check_tiles() -> None:
             value, payload = value + rows * columns, payload + rows * columns
             scale += -(-rows // tile[0]) * -(-columns // tile[1])
         values = torch.randn(value, generator=generator) * 10.0 ** torch.randint(-14, 8, (value,), generator=generator)
-        values[torch.randint(0, value, (2,), generator=generator)] = data.draw(st.sampled_from((0.0, float("nan"), float("inf"), 448.0)))
+        values *= data.draw(st.sampled_from((1.0, 1.0, 1e-20, 0.0)))
+        values[torch.randint(0, value, (2,), generator=generator)] = data.draw(st.sampled_from((0.0, 0.0, float("nan"), float("inf"), 448.0)))
         wires = [torch.full((4 * (first + scale) + 3,), 77, dtype=torch.uint8) for _ in range(2)]
         for function, wire in zip((references.quantise_tiles, tiles.quantise_tiles), wires, strict=True):
             function(values.to(dtype), wire, tuple(boxes), tile, power_of_two, torch.bfloat16)
