@@ -1,0 +1,223 @@
+"""Optimizer kernels under Triton's interpreter, which stands in for a GPU: sums bit for bit the reference's, updates its numbers, split masters exactly split.
+
+The interpreter needs its variable before Triton is imported, hence a process of its own: this file, run as a program.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("triton"), reason="Triton comes with CUDA builds of torch; tests/gpu has these kernels too"
+)
+def test_kernels_under_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=280, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def drawn(generator: Any, size: int, dtype: Any, offset: int = 0) -> Any:
+    """Normal numbers; `offset` elements into their storage, so that they are not aligned."""
+    import torch
+
+    return torch.randn(size + offset, generator=generator).to(dtype)[offset:]
+
+
+def check_sums() -> None:
+    """Any number of contributions, sizes around a block's, narrow and wide, aligned and not."""
+    import torch
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+    from intarsia_kernels.optimizer import reference
+    from intarsia_kernels.optimizer.sum import add_parts
+
+    floats = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+
+    @settings(max_examples=30, deadline=None, database=None)
+    @given(st.sampled_from([0, 1, 15, 300, 2048, 5000]), st.integers(1, 17), floats, floats, st.integers(0, 3), st.sampled_from([1.0, 0.3]))
+    def sums(size: int, count: int, dtype: Any, into: Any, offset: int, scale: float) -> None:
+        generator = torch.Generator().manual_seed(size + count)
+        parts = [drawn(generator, size, dtype, offset) for _ in range(count)]
+        found, expected = torch.full((size,), math.nan, dtype=into), torch.empty(size, dtype=into)
+        add_parts(parts, found, scale)
+        reference.add_parts(parts, expected, scale)
+        assert torch.equal(found, expected)
+
+    sums()
+    wide = torch.empty(3, dtype=torch.float64)
+    add_parts([torch.ones(3, dtype=torch.float64)] * 2, wide, 0.5)
+    assert torch.equal(wide, torch.ones(3, dtype=torch.float64))
+
+
+def check_adamw() -> None:
+    """Every storage, early steps and late ones, learning rates as numbers and as tensors."""
+    import torch
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+    from intarsia.parameters import join_master, split_master
+    from intarsia_kernels.optimizer.adamw import fused_adamw
+    from intarsia_optimizers.updates import adamw_update
+
+    @settings(max_examples=30, deadline=None, database=None)
+    @given(
+        st.sampled_from([0, 1, 300, 2048, 4100]),
+        st.sampled_from(["float32", "bfloat16", "split"]),
+        st.sampled_from([torch.float32, torch.bfloat16]),
+        st.sampled_from([torch.float32, torch.bfloat16]),
+        st.sampled_from([1.0, 2.0, 700.0, 1e6]),
+        st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.9, 0.9999)]),
+        st.booleans(),
+    )
+    def updates(size: int, storage: str, state: Any, of_gradient: Any, step: float, betas: Any, loaded: bool) -> None:
+        generator = torch.Generator().manual_seed(size)
+        master, gradient = drawn(generator, size, torch.float32), drawn(generator, size, of_gradient)
+        mean, square = drawn(generator, size, state), drawn(generator, size, state).abs()
+        lr = torch.tensor(0.03, dtype=torch.float64) if loaded else 0.03
+        results = []
+        for update in (fused_adamw, adamw_update):
+            low = None
+            value = master.clone() if storage == "float32" else master.bfloat16()
+            if storage == "split":
+                low = torch.empty(size, dtype=torch.int16)
+                split_master(master, value, low)
+            states = mean.clone(), square.clone()
+            update(value, low, *states, gradient, torch.tensor(step), lr, betas, 1e-8, 0.1)
+            results.append([value.float() if low is None else join_master(value, low), *states])
+            if low is not None:
+                high, rest = torch.empty_like(value), torch.empty_like(low)
+                split_master(results[-1][0], high, rest)
+                assert torch.equal(high, value) and torch.equal(rest, low)
+        # One unit in the last place of what is stored.
+        for found, expected, narrow in zip(*results, (storage == "bfloat16", *[state == torch.bfloat16] * 2), strict=True):
+            torch.testing.assert_close(found.float(), expected.float(), rtol=2**-7 if narrow else 2e-6, atol=2e-6 if not narrow else 2e-5)
+
+    updates()
+    # Nothing but the roundings of a split: half-way cases of both parities, the largest numbers, infinities, the smallest, NaN.
+    bits = [0x3F808000, 0x3F818000, -0x407F8000, 0x7F7FFFFF, 0x7F800000, -0x00800000, 1, 0, 0x7FC00001, 0x3F807FFF, 0x3F808001]
+    master = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    high, low = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
+    split_master(master, high, low)
+    before = join_master(high, low)
+    zeros = torch.zeros(len(bits))
+    fused_adamw(high, low, zeros.clone(), zeros.clone(), zeros, torch.tensor(1.0), 0.0, (0.9, 0.999), 1e-8, 0.0)
+    after = join_master(high, low)
+    assert torch.equal(after.isnan(), before.isnan()) and torch.equal(after[~after.isnan()], before[~before.isnan()])
+
+
+def check_muon() -> None:
+    """Lists of unequal sizes, every storage."""
+    import torch
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+    from intarsia.parameters import join_master, split_master
+    from intarsia_kernels.optimizer import muon
+    from intarsia_optimizers.updates import muon_apply, muon_directions
+
+    lists = st.sampled_from([[300] * 11, [1, 1, 4100, 64], [2048], [0, 5]])
+
+    @settings(max_examples=20, deadline=None, database=None)
+    @given(lists, st.booleans(), st.booleans(), st.sampled_from([torch.bfloat16, torch.float32]))
+    def directions(sizes: list[int], nesterov: bool, narrow: bool, into: Any) -> None:
+        generator = torch.Generator().manual_seed(len(sizes))
+        momenta = [drawn(generator, size, torch.bfloat16 if narrow else torch.float32) for size in sizes]
+        gradients = [drawn(generator, size, torch.float32) for size in sizes]
+        results = []
+        for rule in (muon.directions, muon_directions):
+            kept, out = [each.clone() for each in momenta], [torch.full((size,), math.nan, dtype=into) for size in sizes]
+            rule(kept, gradients, out, 0.95, nesterov)
+            results.append((torch.cat(kept).float(), torch.cat(out).float()))
+        for found, expected, is_narrow in zip(*results, (narrow, into == torch.bfloat16), strict=True):
+            torch.testing.assert_close(found, expected, rtol=2**-7 if is_narrow else 1e-5, atol=1e-6)
+
+    @settings(max_examples=20, deadline=None, database=None)
+    @given(lists, st.booleans(), st.booleans(), st.sampled_from([torch.float16, torch.float32]))
+    def applied(sizes: list[int], split: bool, loaded: bool, of_update: Any) -> None:
+        generator = torch.Generator().manual_seed(len(sizes))
+        masters, moves = ([drawn(generator, size, dtype) for size in sizes] for dtype in (torch.float32, of_update))
+        lr = torch.tensor(0.02) if loaded else 0.02
+        results = []
+        for rule in (muon.apply, muon_apply):
+            values, lows = [each.bfloat16() if split else each.clone() for each in masters], None
+            if split:
+                lows = [torch.empty(size, dtype=torch.int16) for size in sizes]
+                for master, value, low in zip(masters, values, lows, strict=True):
+                    split_master(master, value, low)
+            rule(values, lows, [each.clone() for each in moves], lr, 1.3, 0.1)
+            results.append(torch.cat(values if lows is None else list(map(join_master, values, lows))))
+        torch.testing.assert_close(*results, rtol=2e-6, atol=2e-6)
+
+    directions()
+    applied()
+
+
+def check_products() -> None:
+    """Tiles of both widths with all that a product can be given; matrices by their norms."""
+    import torch
+    from intarsia_kernels.optimizer import reference, scale, tiles
+
+    generator = torch.Generator().manual_seed(5)
+    s = drawn(generator, 2 * 512 * 512, torch.float16).view(2, 512, 512)
+    s = (s + s.mT).contiguous()
+    for transposed in (False, True):
+        x = drawn(generator, 2 * 64 * 512, torch.float16).view((2, 64, 512) if transposed else (2, 512, 64))
+        for columns, warps in ((128, 4), (256, 8)):
+            for addends, gamma in (([], 0.0), ([(s, 0.25)], 3.0), ([(s, 0.25), (s, 0.5)], 0.0)):
+                results = []
+                for product, options in ((tiles.product, {"columns": columns, "stages": 3, "warps": warps}), (None, {})):
+                    out, lost = torch.full_like(s, math.nan), torch.full_like(s, math.nan)
+                    if product is None:
+                        reference.symmetric_product(
+                            x, x, out, transposed=transposed, alpha=0.5, addends=addends, gamma=gamma, lost_BMM=lost
+                        )
+                    else:
+                        product(x, x, out, transposed, 0.5, addends, gamma, lost, **options)
+                    results.append((out, out.double() + lost.double() / reference.LOST))
+                torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-6, atol=1e-5)
+    whole = s.clone()
+    tiles.mirror(whole, 256)
+    assert torch.equal(whole, s)
+    scale.PARTS = 8
+    for shape, dtype in (((2, 33, 50), torch.bfloat16), ((3, 100, 300), torch.float32), ((1, 7, 3), torch.float16)):
+        matrices = drawn(generator, math.prod(shape), dtype).view(shape)
+        matrices[0] *= 1e-3
+        out = torch.full(shape, math.nan, dtype=torch.float16)
+        scale.normalised(matrices, out, 256.0, 1e-7)
+        expected = matrices.float() * (256.0 / matrices.float().norm(dim=(1, 2), keepdim=True))
+        torch.testing.assert_close(out.float(), expected, rtol=1e-3, atol=1e-4)
+
+
+def check_signatures() -> None:
+    """Kernels take what the rules take."""
+    from intarsia.plugins import current
+    from intarsia_optimizers import updates
+
+    plugins = current()
+    for entry in plugins.registry("optimizer kernel").entries():
+        if entry.full_name.startswith("intarsia-kernels:"):
+            positional = [
+                name
+                for name, parameter in inspect.signature(plugins.target(entry)).parameters.items()
+                if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+            ]
+            assert positional == list(inspect.signature(getattr(updates, entry.op)).parameters), entry.full_name
+
+
+if __name__ == "__main__":
+    from test_fp8_kernels import mend_the_interpreter
+
+    mend_the_interpreter()
+    check_signatures()
+    check_sums()
+    check_adamw()
+    check_muon()
+    check_products()
