@@ -61,6 +61,7 @@ class Shards:
         split: bool = False,
         shapes: Mapping[str, Sequence[int]] = SHAPES,
         start: Mapping[str, Tensor] | None = None,
+        device: str = "cpu",
     ) -> None:
         self.shapes, self.flat, self.split = {name: tuple(shape) for name, shape in shapes.items()}, flat, split
         self.layouts = dict(layouts or {name: Layout.whole(shape) for name, shape in self.shapes.items()})
@@ -74,14 +75,14 @@ class Shards:
         for name, numel in self.numels.items():
             self.offsets[name] = end
             end += -(-numel // unit) * unit
-        self.buffer, self.gradient = torch.zeros(end), torch.zeros(end)
+        self.buffer, self.gradient = (torch.zeros(end, device=device) for _ in range(2))
         start = start or values(0, shapes)
         for name in self.shapes:
             pack(start[name], self.regions[name], self.part(self.buffer, name))
         if split:
             from intarsia.parameters import split_master
 
-            self.high, self.low = torch.zeros(end, dtype=torch.bfloat16), torch.zeros(end, dtype=torch.int16)
+            self.high, self.low = (torch.zeros(end, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.int16))
             split_master(self.buffer, self.high, self.low)
         self.parameters = {name: nn.Parameter(self.part(self.high if split else self.buffer, name)) for name in self.shapes}
         for name, parameter in self.parameters.items():
@@ -100,7 +101,7 @@ class Shards:
         for name, parameter in self.parameters.items():
             parameter.grad = None
             if name not in without:
-                part = self.part(self.gradient, name) if self.flat else torch.zeros(self.numels[name])
+                part = self.part(self.gradient, name) if self.flat else torch.zeros(self.numels[name], device=self.buffer.device)
                 pack(whole[name], self.regions[name], part)
                 parameter.grad = part
 

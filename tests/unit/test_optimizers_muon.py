@@ -291,7 +291,7 @@ def test_owners_balance_time_and_memory() -> None:
         name: Layout.whole(shape).cut("tp", [(Box((r * shape[0] // 4, 0), (shape[0] // 4, shape[1])),) for r in range(4)])
         for name, shape in shapes.items()
     }
-    found = find_ownership(layouts, {n: matrices_of(n, s, None) for n, s in shapes.items()}, 5, dict.fromkeys(shapes, "bfloat16"))
+    found = find_ownership(layouts, {n: matrices_of(n, s, None) for n, s in shapes.items()}, 5)
     loads = found.loads[(("tp", 4),)]
     assert set(found.journeys) == set(shapes) and sum(len(j.owned.local(r)) for j in found.journeys.values() for r in range(4)) == 9
     # The one large matrix goes alone but for the smallest; seven equal ones over the three others.

@@ -26,7 +26,7 @@ from intarsia_optimizers.config import MuonConfig
 from intarsia_optimizers.elementwise import Elementwise
 from intarsia_optimizers.kernels import choose_kernel
 from intarsia_optimizers.matrices import check_splits, find_split, is_matrix, matrices_of
-from intarsia_optimizers.muon_update import Cut, Kernels, Update, Whole, plan
+from intarsia_optimizers.muon_update import Cut, Kernels, Update, Whole, plan, wire_of
 from intarsia_optimizers.ownership import cut_text, find_ownership, group_of
 from intarsia_optimizers.runs import Member, Order, allocate, local_member, master_dtype
 from intarsia_optimizers.settings import BOUNDS, check_choice, check_state_dtype, group_settings
@@ -116,15 +116,11 @@ class Muon:
         check_splits(self._config.split, list(self._members))
         self._matrices: dict[str, list[Box]] = {}
         self._layouts: dict[str, Layout] = {}
-        travel = {}
-        for name, member in self._members.items():
+        for name in self._members:
             info = table[name]
             self._matrices[name] = matrices_of(name, info.shape, find_split(name, self._config.split))
             self._layouts[name] = info.layout or Layout.whole(info.shape, info.dtype)
-            # Casting before the journey or after it gives the same bits.
-            exact = master_dtype(member) if self._dtype != torch.bfloat16 else torch.bfloat16
-            travel[name] = str(exact).removeprefix("torch.")
-        found = find_ownership(self._layouts, self._matrices, self._config.newton_schulz_steps, travel)
+        found = find_ownership(self._layouts, self._matrices, self._config.newton_schulz_steps)
         self._journeys, self._loads = found.journeys, found.loads
         self._local = {name: layout.local(table.rank_in(layout)) for name, layout in self._layouts.items()}
         self._groups = {}
@@ -145,7 +141,10 @@ class Muon:
     def facts(self) -> dict[str, Any]:
         """How matrices are worked on: `matrices` and `cut` count parameters; `cut_parameters` names those that travel; `transfer_bytes` is what this rank receives for it in
         one step; `loads` are FLOPs of Newton-Schulz by rank, under the axes that cut ("replicated" where none does)."""
-        received = sum(journey.wire_bytes(self._groups[journey.axes].rank) for journey in self._journeys.values())
+        received = 0
+        for name, journey in self._journeys.items():
+            there, back = wire_of(self._dtype, master_dtype(self._members[name]))
+            received += journey.wire_bytes(self._groups[journey.axes].rank, (there.itemsize, back.itemsize))
         loads = {"+".join(name for name, _ in axes) or "replicated": list(load) for axes, load in self._loads.items()}
         return {
             "matrices": len(self._members),

@@ -23,6 +23,8 @@ from intarsia_optimizers.updates import Scalar, Tensors
 if TYPE_CHECKING:
     from intarsia.comm import Communicator
 
+Wire = tuple[torch.dtype, torch.dtype]
+
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
@@ -108,17 +110,18 @@ class Traveller:
 
 
 class Cut:
-    """A round: matrices that are cut travel to their owners in one exchange, are worked on, and their updates travel back in another."""
+    """A round: matrices that are cut travel to their owners in one exchange, are worked on, and their updates travel back in another. `wire` are the dtypes
+    in which they do."""
 
     def __init__(
         self,
         update: Update,
         entries: Sequence[tuple[Member, Journey, Sequence[Box]]],
         comm: Communicator,
-        dtype: torch.dtype,
+        wire: Wire,
         batch_elements: int,
     ) -> None:
-        self.update, self.comm, self.dtype = update, comm, dtype
+        self.update, self.comm, self.wire = update, comm, wire
         self.master = master_dtype(entries[0][0])
         self.travellers = []
         for member, journey, boxes in entries:
@@ -132,31 +135,38 @@ class Cut:
 
     def run(self, factor: Scalar, kernels: Kernels) -> None:
         """One update of all of them; collective."""
-        sizes = [traveller.member.value.numel() for traveller in self.travellers]
-        parts = list(torch.empty(sum(sizes), dtype=self.dtype, device=self.device).split(sizes))
-        held = [(traveller, part) for traveller, part in zip(self.travellers, parts, strict=True) if part.numel()]
-        members = [traveller.member for traveller, _ in held]
-        if held:
-            gradients, momenta = [gradient_of(member).view(-1) for member in members], [member.states["momentum"] for member in members]
-            kernels.directions(momenta, gradients, [part for _, part in held], self.update.momentum, self.update.nesterov)
-        owned_sizes = [traveller.owned_numel for traveller in self.travellers]
-        owned = list(torch.empty(sum(owned_sizes), dtype=self.dtype, device=self.device).split(owned_sizes))
+        there, back = self.wire
         journeys = [traveller.journey for traveller in self.travellers]
-        there = [(journey.there, part, whole) for journey, part, whole in zip(journeys, parts, owned, strict=True)]
-        run_transfers(self.comm, there, "Muon: matrices to their owners")
+        here = [traveller for traveller in self.travellers if traveller.member.value.numel()]
+        parts, owned, results = self._parts(there), self._owned(there), self._owned(back)
+        if here:
+            gradients = [gradient_of(traveller.member).view(-1) for traveller in here]
+            momenta = [traveller.member.states["momentum"] for traveller in here]
+            kernels.directions(momenta, gradients, [part for part in parts if part.numel()], self.update.momentum, self.update.nesterov)
+        jobs = [(journey.there, part, whole) for journey, part, whole in zip(journeys, parts, owned, strict=True)]
+        run_transfers(self.comm, jobs, "Muon: matrices to their owners")
         for batch in self.batches:
-            views = [matrix_view(owned[number], stack) for number, stack in batch]
             counts = [stack.count for _, stack in batch]
-            batch_BMN = torch.empty(sum(counts), *views[0].shape[1:], dtype=self.dtype, device=self.device)
-            torch._foreach_copy_(list(batch_BMN.split(counts)), views)
-            torch._foreach_copy_(views, list(kernels.orthogonal(batch_BMN).to(self.dtype).split(counts)))
-        back = [(journey.back, whole, part) for journey, part, whole in zip(journeys, parts, owned, strict=True)]
-        run_transfers(self.comm, back, "Muon: updates to their parts")
-        if held:
-            updates = [part.to(self.master) for _, part in held]
-            self._adjust([traveller for traveller, _ in held], updates)
-            values, lows = [member.value for member in members], [member.low for member in members if member.low is not None] or None
+            batch_BMN = torch.empty(sum(counts), batch[0][1].rows, batch[0][1].columns, dtype=there, device=self.device)
+            torch._foreach_copy_(list(batch_BMN.split(counts)), [matrix_view(owned[number], stack) for number, stack in batch])
+            result_BMN = kernels.orthogonal(batch_BMN)
+            torch._foreach_copy_([matrix_view(results[number], stack) for number, stack in batch], list(result_BMN.split(counts)))
+        parts = self._parts(back)
+        jobs = [(journey.back, whole, part) for journey, part, whole in zip(journeys, parts, results, strict=True)]
+        run_transfers(self.comm, jobs, "Muon: updates to their parts")
+        if here:
+            updates = [part.to(self.master) for part in parts if part.numel()]
+            self._adjust(here, updates)
+            values, lows = [one.member.value for one in here], [one.member.low for one in here if one.member.low is not None] or None
             kernels.apply(values, lows, updates, rate(self.update, factor, self.device), 1.0, self.update.weight_decay)
+
+    def _parts(self, dtype: torch.dtype) -> Tensors:
+        sizes = [traveller.member.value.numel() for traveller in self.travellers]
+        return list(torch.empty(sum(sizes), dtype=dtype, device=self.device).split(sizes))
+
+    def _owned(self, dtype: torch.dtype) -> Tensors:
+        sizes = [traveller.owned_numel for traveller in self.travellers]
+        return list(torch.empty(sum(sizes), dtype=dtype, device=self.device).split(sizes))
 
     def _adjust(self, travellers: Sequence[Traveller], updates: Tensors) -> None:
         """Multiply each matrix's part of `updates` by its shape's factor."""
@@ -174,6 +184,16 @@ class Cut:
         torch._foreach_mul_(views, factors)
 
 
+def direction_dtype(newton_schulz: torch.dtype, master: torch.dtype) -> torch.dtype:
+    """What directions are rounded to before the iteration, and travel in: bfloat16 for an iteration in bfloat16, else the master's."""
+    return torch.bfloat16 if newton_schulz == torch.bfloat16 else master
+
+
+def wire_of(newton_schulz: torch.dtype, master: torch.dtype) -> Wire:
+    """In which dtypes cut matrices travel, there and back. What the iteration gives lies between -1.5 and 1.5: float16 holds what any 16-bit one computes."""
+    return direction_dtype(newton_schulz, master), torch.float16 if newton_schulz.itemsize == 2 else master
+
+
 def plan(
     local: Iterable[tuple[Member, Update, Region, Sequence[Box]]],
     cut: Iterable[tuple[Member, Update, Journey, Sequence[Box]]],
@@ -181,29 +201,23 @@ def plan(
     dtype: torch.dtype,
     batch_elements: int,
 ) -> tuple[list[Whole], list[Cut]]:
-    """The batches and the rounds of a step. `dtype` is Newton-Schulz's: bfloat16 is what directions are rounded to; in other dtypes they stay as exact as the master.
-
-    Rounds are the same on all ranks of a group, and so are their parameters' order.
-    """
-    alike: dict[tuple[Update, torch.dtype, bool, torch.device], list[tuple[Member, Stack]]] = {}
+    """The batches and the rounds of a step; `dtype` is Newton-Schulz's. Rounds are the same on all ranks of a group, and so are their parameters' order."""
+    alike: dict[tuple[Update, torch.dtype, torch.dtype, torch.device], list[tuple[Member, Stack]]] = {}
     for member, update, region, boxes in local:
-        key = (update, member.value.dtype, member.low is None, member.value.device)
+        key = (update, member.value.dtype, master_dtype(member), member.value.device)
         alike.setdefault(key, []).extend((member, stack) for stack in stacks_in(region, boxes))
     whole = []
-    for (update, *_), entries in alike.items():
-        rounded = torch.bfloat16 if dtype == torch.bfloat16 else master_dtype(entries[0][0]) if entries else dtype
-        whole += [Whole(update, batch, rounded) for batch in _batches(entries, batch_elements)]
-    rounds: dict[tuple[Axes, Update, torch.dtype, bool], list[list[tuple[Member, Journey, Sequence[Box]]]]] = {}
+    for (update, _, master, _), entries in alike.items():
+        whole += [Whole(update, batch, direction_dtype(dtype, master)) for batch in _batches(entries, batch_elements)]
+    rounds: dict[tuple[Axes, Update, torch.dtype, torch.dtype], list[list[tuple[Member, Journey, Sequence[Box]]]]] = {}
     for member, update, journey, boxes in cut:
-        started = rounds.setdefault((journey.axes, update, member.value.dtype, member.low is None), [[]])
+        started = rounds.setdefault((journey.axes, update, member.value.dtype, master_dtype(member)), [[]])
         if started[-1] and sum(math.prod(other.parts.shape) for _, other, _ in started[-1]) + math.prod(journey.parts.shape) > ROUND:
             started.append([])
         started[-1].append((member, journey, boxes))
     cuts = []
-    for (axes, update, *_), entries_of_rounds in rounds.items():
-        for entries_of_round in entries_of_rounds:
-            rounded = getattr(torch, entries_of_round[0][1].parts.dtype)
-            cuts.append(Cut(update, entries_of_round, groups[axes], rounded, batch_elements))
+    for (axes, update, _, master), lists in rounds.items():
+        cuts += [Cut(update, entries, groups[axes], wire_of(dtype, master), batch_elements) for entries in lists]
     return whole, cuts
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from intarsia.errors import PluginError
-from intarsia.layout import DTYPE_BYTES, Box, Layout, Region, region_numel
+from intarsia.layout import Box, Layout, Region, region_numel
 from intarsia_transfer import Transfer, transfer
 
 from intarsia_optimizers.matrices import flops, inside
@@ -38,9 +38,9 @@ class Journey:
     there: Transfer
     back: Transfer
 
-    def wire_bytes(self, rank: int) -> int:
-        """What `rank` receives over the wire in one step, both ways."""
-        return sum(sum(way.counts(rank)[1]) for way in (self.there, self.back)) * DTYPE_BYTES[self.parts.dtype]
+    def wire_bytes(self, rank: int, widths: tuple[int, int]) -> int:
+        """What `rank` receives over the wire in one step, both ways, where an element takes `widths` bytes there and back."""
+        return sum(sum(way.counts(rank)[1]) * width for way, width in zip((self.there, self.back), widths, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +69,8 @@ def cut_axes(name: str, layout: Layout) -> Layout:
     return found
 
 
-def find_ownership(
-    layouts: Mapping[str, Layout], matrices: Mapping[str, Sequence[Box]], steps: int, dtypes: Mapping[str, str]
-) -> Ownership:
-    """Where each parameter's matrices are worked on. `layouts` and `matrices` by parameter; `dtypes` are what cut ones travel in.
+def find_ownership(layouts: Mapping[str, Layout], matrices: Mapping[str, Sequence[Box]], steps: int) -> Ownership:
+    """Where each parameter's matrices are worked on. `layouts` and `matrices` by parameter; `steps` are Newton-Schulz's.
 
     Owners of cut matrices are chosen by falling cost, each the rank with the least so far, a matrix's cost being its share of all FLOPs plus its share
     of all elements: time and memory together. Among equals the one that holds most of the matrix.
@@ -102,7 +100,7 @@ def find_ownership(
         give(name, number, min(range(layout.ranks), key=lambda piece: (so_far[piece], -held[piece], piece)))
     journeys = {}
     for name in dict.fromkeys(name for name, _ in cut):
-        journeys[name] = _journey(dataclasses.replace(reduced[name], dtype=dtypes[name]), matrices[name], owners[name])
+        journeys[name] = _journey(reduced[name], matrices[name], owners[name])
     return Ownership(journeys, loads)
 
 

@@ -102,8 +102,6 @@ def muon_apply(values: Tensors, lows: Tensors | None, updates: Tensors, lr: Scal
     """`w <- (1 - lr weight_decay) w - lr scale u` for the masters `values`, or, with `lows`, split masters of which they are the high halves. `updates` may be narrower than
     the masters, and may be changed."""
     if lows is not None:
-        from intarsia.parameters import join_master, split_master
-
         # Halves are joined and split for all at once: doing that takes several launches.
         high, low = (torch.cat([half.reshape(-1) for half in halves]) for halves in (values, lows))
         masters = [join_master(high, low)]
