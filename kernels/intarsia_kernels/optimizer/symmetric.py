@@ -112,7 +112,7 @@ def _add_rest(out_BMM: Tensor, addends: Addends, gamma: float) -> None:
         out_BMM.diagonal(dim1=-2, dim2=-1).add_(gamma)
 
 
-def _tiles(*arguments: Any, **settings: int) -> None:
+def _tiles(*arguments: Any, **settings: Any) -> None:
     from intarsia_kernels.optimizer import tiles
 
     tiles.product(*arguments, **settings)
