@@ -56,7 +56,8 @@ class Optimizer(Protocol):
         step is captured). Parameters whose grad is None are skipped. `names`: only these (canonical); within a step the sharder calls it for disjoint sets
         that cover all, the same ones on every rank and in every step.
 
-        An optimizer that updates split masters (`ParameterInfo.low`) has an attribute `updates_split_masters` that is True.
+        An optimizer that updates split masters (`ParameterInfo.low`) has an attribute `updates_split_masters` that is True. One that has more to say of how
+        it works has a method `facts() -> Mapping[str, Any]` of JSON values, which are recorded with the build.
         """
 
     def learning_rates(self) -> Mapping[str, float]:

@@ -129,7 +129,7 @@ class Muon:
         facts = self.facts()
         if self._journeys and comm.rank == 0:
             first = next(iter(self._journeys))
-            log.info(
+            log.warning(
                 "Muon: %d of %d parameters have matrices that no rank holds whole, %s first: in each step they travel to an owner and back, %d bytes "
                 "received by rank 0. A placement that cuts no matrix (owned) needs no transfer unless tensor or expert parallelism cuts it.",
                 facts["cut"],
