@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,16 @@ from intarsia.parameters import ParameterInfo, ParameterTable, join_master, spli
 from torch import Tensor, nn
 
 from intarsia_flexshard.assign import BucketSpec, member_of
+from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.halves import WaitingHalves
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.payload import Payload, PlainPayload
 from intarsia_flexshard.plan import Geometry, make_geometry
+from intarsia_flexshard.quantised import Owner, QuantisedPayload
+from intarsia_flexshard.recorded import Recorded, record
 from intarsia_flexshard.reduction import Reduction
 from intarsia_flexshard.ring import Slot
+from intarsia_flexshard.wire import make_wire, tile_of
 
 
 class Groups(NamedTuple):
@@ -67,26 +71,28 @@ class Bucket:
         mesh: Mesh,
         groups: Groups,
         lanes: Lanes,
-        is_split: bool = False,
-        owners: str = "elements",
+        config: FlexShardConfig,
+        readers: Mapping[str, Sequence[Owner]],
     ) -> None:
-        self.spec, self.name, self.groups, self.lanes, self.is_split = spec, spec.name, groups, lanes, is_split
+        self.spec, self.name, self.groups, self.lanes, self.is_split = spec, spec.name, groups, lanes, config.master == "split"
+        self._tile, self._power_of_two = config.tile, config.scales == "power_of_two"
         # Trained members first: then masters and gradients lie alike.
         self.infos: list[ParameterInfo] = sorted(spec.infos, key=lambda info: not info.trainable)  # type: ignore[arg-type]
         self.is_kept = spec.reshard == "never" or spec.is_root
         # What stays whole anyway and is needed in several places is gathered as the model's forward begins.
         self.drivers = ("",) if self.is_kept and len(spec.modules) > 1 else spec.modules
         self.compute_dtype = getattr(torch, spec.compute)
-        self.master_dtype = torch.bfloat16 if is_split else getattr(torch, table.dtype)
-        shapes, regions, self.is_cut = lay_out(spec, self.infos, placement, table, mesh, owners)
+        self.master_dtype = torch.bfloat16 if self.is_split else getattr(torch, table.dtype)
+        shapes, regions, self.is_cut = lay_out(spec, self.infos, placement, table, mesh, config)
         self.index = groups.gather.rank if self.is_cut else 0
         widths = [DTYPE_BYTES[name] for name in (table.dtype, spec.compute, spec.reduce)]
-        alignment = ALIGNMENT_BYTES // min([*widths, 2 if is_split else 8])
+        alignment = ALIGNMENT_BYTES // min([*widths, 2 if self.is_split else 8])
         self.geometry = make_geometry(shapes, regions, alignment)
         trained = sum(info.trainable for info in self.infos)
         self.trained = self.infos[:trained]
+        self.trained_names = tuple(info.name for info in self.trained)
         self._make_shard(table)
-        self._make_whole()
+        self._make_whole(readers)
         self.reduction = self._make_reduction(make_geometry(shapes[:trained], [row[:trained] for row in regions], alignment))
         self.slot: Slot | None = None
         self.gather: Any = None
@@ -103,8 +109,10 @@ class Bucket:
         self.is_offloaded = self.spec.offload == "cpu"
         if self.is_offloaded:
             self.shard = torch.zeros(count, dtype=self.master_dtype, pin_memory=device.type == "cuda")
-        else:
+        elif self.spec.payload == "plain" and self.master_dtype == self.compute_dtype:
             self.shard = self.groups.gather.empty(count, self.master_dtype, f"shard {self.name}").zero_()
+        else:
+            self.shard = torch.zeros(count, dtype=self.master_dtype, device=device)
         self.low = torch.zeros(count, dtype=torch.int16, device=self.shard.device) if self.is_split else None
         self.halves = WaitingHalves(self.low, self.lanes) if self.low is not None and self.spec.offload == "low" else None
         self.masters: dict[str, nn.Parameter] = {}
@@ -124,7 +132,7 @@ class Bucket:
                 info.low = low
             self.masters[info.name] = master
 
-    def _make_whole(self) -> None:
+    def _make_whole(self, readers: Mapping[str, Sequence[Owner]]) -> None:
         """The model's parameters, and what brings values into them."""
         device, dtype = self.groups.gather.device, self.compute_dtype
         parameters = [nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=info.trainable) for info in self.infos]
@@ -132,8 +140,17 @@ class Bucket:
         # One holder and one dtype: the shard is the whole parameter, and there is nothing to move.
         same = self.shard.dtype == dtype and not self.is_offloaded
         self.is_alias = not self.is_cut and same and self.spec.payload == "plain"
+        self.payload: Payload
+        if self.spec.payload == "fp8":
+            wire = make_wire(self.geometry, [tile_of(info.shape, self._tile) for info in self.infos], dtype.itemsize)
+            sent = self.groups.gather.empty(wire.counts[self.index], torch.uint8, f"float8 of {self.name}")
+            owners = [readers[info.name] for info in self.infos]
+            self.payload = QuantisedPayload(
+                wire, self.geometry, self.index, self.shard, sent, parameters, owners, dtype, self._tile, self._power_of_two
+            )
+            return
         cast = None if same else torch.zeros(self.shard.numel(), dtype=dtype, device=device)
-        self.payload: Payload = PlainPayload(self.geometry, self.shard, cast, parameters, dtype)
+        self.payload = PlainPayload(self.geometry, self.shard, cast, parameters, dtype)
         if self.is_alias:
             self.payload.bind(self.shard.view(torch.uint8), self.shard.new_empty(0, dtype=torch.uint8))
 
@@ -192,6 +209,13 @@ class Bucket:
                 self.payload.send(), self.payload.arrival, self.payload.counts, f"unshard {self.name}"
             )
 
+    def record(self) -> None:
+        """CUDA, at a step's border: collectives cost the host one launch each from now on."""
+        if self.gather is not None:
+            self.gather = record(self.gather)
+        if self.reduction is not None:
+            self.reduction.record()
+
     def launch(self) -> None:
         """Begin to fill the slot. Nobody may be using it."""
         slot, lanes = self.slot, self.lanes
@@ -216,6 +240,8 @@ class Bucket:
         if lanes.on_device:
             self.payload.decode()
             self.arrived.record(lanes.gather)
+            if isinstance(self.gather, Recorded):
+                self.gather.watch(self.arrived)
         lanes.leave()
 
     def settle(self) -> None:
@@ -238,8 +264,7 @@ class Bucket:
         if poison:
             self.settle()
             slot.resident = None
-            for parameter in self.whole.values():
-                parameter.data.fill_(math.nan)
+            self.payload.poison()
         if slot.freed is not None:
             slot.freed.record(self.lanes.compute)
             slot.dirty = True
@@ -276,7 +301,7 @@ class Bucket:
 
 
 def lay_out(
-    spec: BucketSpec, infos: Sequence[ParameterInfo], placement: Placement, table: ParameterTable, mesh: Mesh, owners: str
+    spec: BucketSpec, infos: Sequence[ParameterInfo], placement: Placement, table: ParameterTable, mesh: Mesh, config: FlexShardConfig
 ) -> tuple[list[tuple[int, ...]], list[list[Region]], bool]:
     """Write each parameter's Layout and bucket; returns the shapes of the members on this rank's side of outer cuts, the regions by rank of the shards'
     group in those members' own index space, and whether anything is cut."""
@@ -290,7 +315,7 @@ def lay_out(
     pieces: dict[str, Box] = {}
     for parameters in outer_groups.values():
         outer = list(parameters[0].outer)
-        members = [dataclasses.replace(member_of(info, owners=owners), tile=_tile(spec, info)) for info in parameters]
+        members = [dataclasses.replace(member_of(info, owners=config.owners), tile=_tile(spec, info, config)) for info in parameters]
         held, layouts = build_layouts(members, outer), build_layouts(members, [*outer, *inner])
         for info in parameters:
             info.layout, info.bucket = layouts[info.name], spec.name
@@ -313,12 +338,9 @@ def lay_out(
     return shapes, regions, is_cut
 
 
-def _tile(spec: BucketSpec, info: ParameterInfo) -> tuple[int, ...] | None:
+def _tile(spec: BucketSpec, info: ParameterInfo, config: FlexShardConfig) -> tuple[int, ...] | None:
     """What must not be cut: the tiles that share a scale."""
-    dimensions = len(info.shape)
-    if spec.payload == "plain" or dimensions < 2:
-        return None
-    return (1,) * (dimensions - 2) + (128, 128)
+    return tile_of(info.shape, config.tile) if spec.payload == "fp8" else None
 
 
 def _outer_piece(info: ParameterInfo, layout: Layout, table: ParameterTable) -> Box:

@@ -52,6 +52,8 @@ class FlexShardConfig(SharderConfig):
     divisor: float | None = chz.field(default=None, doc="What an average divides by instead of the number of ranks.")
     prefetch: int = chz.field(default=1, doc="How many buckets ahead gathers start; 0: when they are needed.")
     payload: str = chz.field(default="plain", doc="What is gathered: plain (the compute dtype), or fp8 with scales.")
+    tile: tuple[int, int] = chz.field(default=(128, 128), doc="fp8: the block of a matrix that shares a scale. No placement cuts it.")
+    scales: str = chz.field(default="float32", doc="fp8: float32 or power_of_two.")
     gradients: str = chz.field(
         default="whole", doc="How gradients wait during accumulation: whole (no communication), or sharded (reduced every micro-batch)."
     )

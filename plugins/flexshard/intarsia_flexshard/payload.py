@@ -44,6 +44,9 @@ class Payload(Protocol):
     def decode(self) -> None:
         """Bring what has arrived to where the parameters are."""
 
+    def poison(self) -> None:
+        """Make every use of the whole parameters read NaN until they are gathered again."""
+
 
 class PlainPayload:
     """The masters' values in the compute dtype.
@@ -97,3 +100,8 @@ class PlainPayload:
         """See `Payload.decode`."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
+
+    def poison(self) -> None:
+        """See `Payload.poison`."""
+        for parameter in self._parameters:
+            parameter.data.fill_(math.nan)

@@ -21,6 +21,7 @@ from torch import nn
 from intarsia_flexshard.accounting import BucketBytes, RankBytes, Ring, Settings, Slots, count_gathers, measure, rank_bytes
 from intarsia_flexshard.assign import BucketSpec, assign, read_outside
 from intarsia_flexshard.bucket import BalancedPlacement, lay_out
+from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.plan import make_geometry
 from intarsia_flexshard.ring import group, slots_needed
 
@@ -76,7 +77,7 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_dev
         slots=slots,
         on_device=on_device,
     )
-    buckets, placements = cut(specs, table, sizes, settings, config.owners, plugins)
+    buckets, placements = cut(specs, table, sizes, settings, config, plugins)
     only = [all(isinstance(modules[name], nn.Embedding) for name in spec.modules) for spec in specs]
     places, rings = lay_rings(buckets, only)
     gathers = count_gathers(buckets, places, settings.micro_batches, only)
@@ -100,7 +101,12 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_dev
 
 
 def cut(
-    specs: Sequence[BucketSpec], table: ParameterTable, sizes: Mapping[str, int], settings: Settings, owners: str, plugins: Plugins
+    specs: Sequence[BucketSpec],
+    table: ParameterTable,
+    sizes: Mapping[str, int],
+    settings: Settings,
+    config: FlexShardConfig,
+    plugins: Plugins,
 ) -> tuple[list[BucketBytes], list[str]]:
     """Each bucket's numbers and its placement's name."""
     # Buckets are cut along axes that cut nothing else, so that any rank's view of them has the sizes of all.
@@ -115,7 +121,7 @@ def cut(
             ranks = math.prod(sizes[axis] for axis in spec.axes)
             placement = BalancedPlacement(placement, loads.setdefault(spec.axes, [0.0] * ranks))
         infos: list[ParameterInfo] = sorted(spec.infos, key=lambda info: not info.trainable)  # type: ignore[arg-type]
-        shapes, regions, is_cut = lay_out(spec, infos, placement, table, mesh, owners)
+        shapes, regions, is_cut = lay_out(spec, infos, placement, table, mesh, config)
         widths = [DTYPE_BYTES[name] for name in (table.dtype, spec.compute, spec.reduce)]
         alignment = ALIGNMENT_BYTES // min([*widths, 2 if settings.is_split else 8])
         trained = sum(info.trainable for info in infos)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.plan import Geometry
+from intarsia_flexshard.recorded import Recorded, record
 from intarsia_flexshard.ring import Slot
 
 
@@ -99,7 +100,8 @@ class Reduction:
         self.name, self.parameters, self.masters, self.geometry = name, list(parameters), list(masters), geometry
         self._shards, self._copies, self._lanes, self._host = shards, [group for group in copies if group.size > 1], lanes, host
         self.narrow, self.wide, self._dtype = dtypes
-        self._combine = functools.partial(_combined, best_add_parts(parameters[0].device.type), scale)
+        self._add, self._scale = best_add_parts(parameters[0].device.type), scale
+        self._parts: Sequence[Tensor] = ()
         self._count = geometry.counts[index]
         sizes, self._shapes = _parts_of(geometry, index, self.masters)
         self._split = sizes
@@ -112,11 +114,15 @@ class Reduction:
         self.pack: Pack | None = None
         self.done = lanes.event()
         self._packed = lanes.event()
+        self._nothing = torch.empty(0, dtype=self._dtype, device=parameters[0].device)
         self._result: Tensor | None = None
         self._total: Tensor | None = None
         self._running: Any = None
         self._kept: tuple[Any, ...] = ()
         self.is_waiting = False
+        self._then: Callable[[], None] | None = None
+        # The parts that a packed exchange brings are always the same views.
+        self._packed_parts: dict[torch.dtype, Sequence[Tensor]] = {}
 
     def pack_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes to pack gradients of `dtype` and to receive the others'; 0 where they are sent as they are."""
@@ -145,8 +151,8 @@ class Reduction:
             else:
                 before.add_(gradient)
 
-    def start(self, is_wide: bool, fresh_pack: Callable[[int, int], Pack]) -> None:
-        """Begin to sum what is there over the ranks. `is_wide`: micro-batches were accumulated in this step (the same on all ranks). `fresh_pack(bytes, bytes)` gives
+    def start(self, is_wide: bool, fresh_pack: Callable[[int, int], Pack], then: Callable[[], None] | None = None) -> None:
+        """Begin to sum what is there over the ranks; `then` runs behind it with the masters' `.grad` in place, which are dropped afterwards. `is_wide`: micro-batches were accumulated in this step (the same on all ranks). `fresh_pack(bytes, bytes)` gives
         larger buffers where the bucket's own is too small."""
         if is_wide and self.narrow != self.wide:
             self.accumulate()
@@ -155,7 +161,7 @@ class Reduction:
         for parameter in self.parameters:
             parameter.grad = None
         if any(kept is not None for kept in self._accumulated):
-            gradients = [_sum(kept, gradient) for kept, gradient in zip(self._accumulated, gradients, strict=True)]
+            gradients = [_plus(kept, gradient) for kept, gradient in zip(self._accumulated, gradients, strict=True)]
             self._accumulated = [None] * len(self.parameters)
         lanes = self._lanes
         bare = gradients[0] if self._is_bare else None
@@ -179,15 +185,24 @@ class Reduction:
             self._packed.record(lanes.compute)
             lanes.reduce.wait_event(self._packed)
             lanes.enter(lanes.reduce)
-            running.start(self._result)
-            self._afterwards()
+            running.start(self._nothing)
+            self._sum(dtype if pack is not None else None)
+            if then is not None:
+                self._attach()
+                then()
             self.done.record(lanes.reduce)
             if pack is not None:
                 pack.read = self.done
+            if isinstance(running, Recorded):
+                running.watch(self.done)
             lanes.leave()
-            self._attach()
+            if then is None:
+                self._attach()
+            else:
+                self._detach()
         else:
-            running.start(self._result)
+            running.start(self._nothing)
+            self._then = then
         self.is_waiting = True
 
     def complete(self) -> None:
@@ -201,9 +216,12 @@ class Reduction:
                 self.done.synchronize()
         else:
             self._running.wait()
-            self._afterwards()
+            self._sum(None)
             self._attach()
-        self._kept, self._running, self._result = (), None, None
+            if self._then is not None:
+                self._then()
+                self._detach()
+        self._kept, self._running, self._result, self._then = (), None, None, None
 
     def forget(self) -> None:
         """Drop all gradients."""
@@ -217,7 +235,7 @@ class Reduction:
 
     def use(self, pack: Pack) -> Pack:
         """The bucket packs there from now on."""
-        self.pack, self._targets, self._prepared = pack, {}, {}
+        self.pack, self._targets, self._prepared, self._packed_parts = pack, {}, {}, {}
         return pack
 
     def _fill(self, pack: Pack, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Any]:
@@ -245,13 +263,27 @@ class Reduction:
 
     def _prepare(self, source: Tensor, scratch: Tensor | None) -> Any:
         if self._shards is None:
-            return _Alone(source, self._combine)
+            return _Alone(source, self._take)
         scratch = None if scratch is None else scratch[: scratch.numel() // source.itemsize * source.itemsize].view(source.dtype)
-        return self._shards.prepare_reduce_scatter(source, self.geometry.counts, f"reduce {self.name}", self._combine, scratch)
+        return self._shards.prepare_reduce_scatter(source, self.geometry.counts, f"reduce {self.name}", self._take, scratch)
 
-    def _afterwards(self) -> None:
-        """What follows the exchange: replicas, and what earlier micro-batches of the step have left."""
+    def record(self) -> None:
+        """CUDA, at a step's border: exchanges cost the host one launch each from now on."""
+        for dtype, call in self._prepared.items():
+            if dtype in self._packed_parts and not isinstance(call, (_Alone, Recorded)):
+                self._prepared[dtype] = record(call, self._nothing)
+
+    def _take(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """What the exchange calls when all parts are there: they are summed afterwards."""
+        self._parts = parts
+
+    def _sum(self, packed: torch.dtype | None) -> None:
+        """Add the parts in the order of the ranks; then replicas, and what earlier micro-batches of the step have left."""
         assert self._result is not None
+        if packed is not None:  # A recorded exchange calls nobody.
+            self._parts = self._packed_parts.setdefault(packed, self._parts)
+        self._add(self._parts, self._result, self._scale)
+        self._parts = ()
         for group in self._copies:
             group.all_reduce(self._result, "sum", f"reduce {self.name} over replicas")
         if self._host and self._lanes.on_device:
@@ -272,6 +304,13 @@ class Reduction:
         for master, part, shape in zip(self.masters, parts, self._shapes, strict=True):
             master.grad = part if shape is None else part.view(shape)
 
+    def _detach(self) -> None:
+        """The gradients have been used; their memory lives until `complete`."""
+        self._kept = (*self._kept, self._total, self._result)
+        self._total = None
+        for master in self.masters:
+            master.grad = None
+
 
 class _Alone:
     """A reduction without other ranks to exchange with."""
@@ -287,11 +326,7 @@ class _Alone:
         """It is complete."""
 
 
-def _combined(add: Callable[[Sequence[Tensor], Tensor, float], None], scale: float, parts: Sequence[Tensor], out: Tensor) -> None:
-    add(parts, out, scale)
-
-
-def _sum(kept: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+def _plus(kept: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     if kept is None or gradient is None:
         return gradient if kept is None else kept
     return kept.add_(gradient)

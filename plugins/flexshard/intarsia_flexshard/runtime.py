@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,22 +23,28 @@ from intarsia.comm import Communicator
 from intarsia.contracts import Optimizer, Placement
 from intarsia.errors import PluginError, UsageError, did_you_mean
 from intarsia.mesh import Mesh
-from intarsia.parameters import ParameterTable, materialise_buffers
+from intarsia.parameters import ParameterInfo, ParameterTable, materialise_buffers
 from intarsia.plugins import Plugins, current
 from torch import Tensor, nn
 
 from intarsia_flexshard.assign import BucketSpec, assign, read_outside
 from intarsia_flexshard.bucket import BalancedPlacement, Bucket, Groups
 from intarsia_flexshard.config import FlexShardConfig
+from intarsia_flexshard.hooks import differentiable, in_backward, untraced
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.memory import grow_pack, make_memory
+from intarsia_flexshard.quantised import Owner
 from intarsia_flexshard.reduction import Reduction
 from intarsia_flexshard.ring import make_slots
+from intarsia_flexshard.wire import check_quantisation
 
 logger = logging.getLogger("intarsia.flexshard")
 
 # Reductions under way before the oldest is waited for: it bounds what gradients in flight take.
 PENDING = 2
+
+# Steps after which each bucket's collectives are recorded as graphs: the first ones set up the groups and the buffers.
+RECORDED_AFTER = 2
 
 
 def build(config: FlexShardConfig) -> FlexShard:
@@ -57,13 +64,18 @@ class FlexShard:
         modules = dict(model.named_modules(remove_duplicate=False))
         names = [name for name, module in modules.items() if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))]
         blocks = list(model.regions().blocks)  # type: ignore[operator]
-        specs = assign(config, table.values(), blocks, names, table.compute, table.reduce, read_outside(model))
+        outside = read_outside(model)
+        specs = assign(config, table.values(), blocks, names, table.compute, table.reduce, outside)
+        check_quantisation(config.tile, config.scales)
+        readers = {info.name: [] if {info.name, *info.aliases} & set(outside) else _readers(info, modules) for info in table.values()}
         lanes, groups = Lanes(mesh.device), self._groups(specs, mesh)
         is_split = config.master == "split"
         if is_split:
             _check_split(table, specs)
         elif any(spec.offload == "low" for spec in specs):
-            raise UsageError("offload=low moves the low halves of split masters, and there are none. Set sharder.master=split, or offload=none.")
+            raise UsageError(
+                "offload=low moves the low halves of split masters, and there are none. Set sharder.master=split, or offload=none."
+            )
         loads: dict[tuple[str, ...], list[float]] = {}
         buckets = []
         for spec in specs:
@@ -71,7 +83,7 @@ class FlexShard:
             mine = groups[spec.axes, spec.replicas]
             if hasattr(placement, "partition_balanced"):
                 placement = BalancedPlacement(placement, loads.setdefault(spec.axes, [0.0] * mine.gather.size))
-            buckets.append(Bucket(spec, placement, table, mesh, mine, lanes, is_split, config.owners))
+            buckets.append(Bucket(spec, placement, table, mesh, mine, lanes, config, readers))
         for bucket in buckets:
             for info in bucket.infos:
                 for alias in (info.name, *info.aliases):
@@ -86,15 +98,13 @@ class FlexShard:
         """The groups for each combination of axes. Every rank makes them in the same order."""
         transport = None if self.config.transport is None else self._plugins.build(self.config.transport)
         found: dict[Any, Groups] = {}
-        gathers: dict[tuple[str, ...], tuple[Communicator, Communicator]] = {}
+        gathers: dict[tuple[str, ...], tuple[Communicator, ...]] = {}
         for spec in specs:
             if spec.axes not in gathers:
                 shards = mesh.comm(*spec.axes)
                 alone = shards.size == 1
-                gathers[spec.axes] = (
-                    (shards if alone else shards.duplicate("gather", transport)),
-                    (shards if alone else shards.duplicate("reduce")),
-                )
+                names = ("gather", "reduce")
+                gathers[spec.axes] = (shards, shards) if alone else tuple(shards.duplicate(name, transport) for name in names)
             gather, reduce = gathers[spec.axes]
             if (spec.axes, spec.replicas) not in found:
                 found[spec.axes, spec.replicas] = Groups(gather, reduce, mesh.comm(*spec.replicas))
@@ -124,6 +134,9 @@ class FlexShardModel:
         self._wanted_depth = self._depth
         self._is_stale, self._fence_due = True, True
         self._pending: list[Reduction] = []
+        self._early: tuple[Optimizer, Any] | None = None
+        self._updated: set[Bucket] = set()
+        self._steps = 0
         self.self_contained = False
         self.measure_host, self.host_seconds, self.host_buckets = False, 0.0, 0
         # Buckets that take turns in rings, in execution order, and those that stay whole to the step's end.
@@ -153,13 +166,13 @@ class FlexShardModel:
         half = len(others) // 2
         phases = []
         for members in (others[half:], early, others[:half]):
-            names = tuple(info.name for bucket in members for info in bucket.trained)
+            names = tuple(name for bucket in members for name in bucket.trained_names)
             phases.append(Phase(tuple(members), names))
         return [phase for phase in phases if phase.buckets]
 
     def _install(self) -> list[tuple[str, nn.Module]]:
         modules = dict(self._model.named_modules(remove_duplicate=False))
-        self._model.register_forward_pre_hook(_untraced(lambda module, args: self._begin_pass()))
+        self._model.register_forward_pre_hook(untraced(lambda module, args: self._begin_pass()))
         found = []
         for bucket in self.buckets:
             for name in bucket.drivers:
@@ -226,14 +239,9 @@ class FlexShardModel:
             for bucket in phase.buckets:
                 if bucket.reduction is not None:
                     bucket.reduction.complete()
-                if bucket.halves is not None:
-                    bucket.halves.arrive()
-            if phase.names:
-                optimizer.step(factor, phase.names)
-            for bucket in phase.buckets:
-                bucket.payload.encode()
-                if bucket.halves is not None:
-                    bucket.halves.leave()
+            due = [bucket for bucket in phase.buckets if bucket not in self._updated]
+            names = phase.names if len(due) == len(phase.buckets) else tuple(name for bucket in due for name in bucket.trained_names)
+            self._apply(optimizer, factor, due, names)
             if not started and early in phase.buckets:
                 started = True
                 self._is_stale = False
@@ -242,12 +250,51 @@ class FlexShardModel:
                     if bucket.slot is not None and bucket.slot.resident is None:
                         bucket.launch()
         self._pending.clear()
+        self._updated.clear()
         self._is_stale, self._fence_due = not started, True
         self._change_depth()
+        self._steps += 1
         if self.self_contained:
             self._fence()
             self.lanes.join()
             self._forget_events()
+        elif self.lanes.on_device and self._steps == RECORDED_AFTER:
+            self._record()
+
+    @contextlib.contextmanager
+    def update_in_backward(self, optimizer: Optimizer, factor: Any) -> Iterator[None]:
+        """Within it the last micro-batch's backward updates each bucket behind its reduction, and drops its gradients; `update` does what is left.
+
+        For steps that look at no gradient before the update: no clipping, no norm. Numbers are those of `update` alone.
+        """
+        self._early = (optimizer, factor)
+        try:
+            yield
+        finally:
+            self._early = None
+
+    def _update_early(self, bucket: Bucket, optimizer: Optimizer, factor: Any) -> None:
+        self._updated.add(bucket)
+        self._apply(optimizer, factor, [bucket], bucket.trained_names)
+
+    @staticmethod
+    def _apply(optimizer: Optimizer, factor: Any, buckets: Sequence[Bucket], names: tuple[str, ...]) -> None:
+        for bucket in buckets:
+            if bucket.halves is not None:
+                bucket.halves.arrive()
+        if names:
+            optimizer.step(factor, names)
+        for bucket in buckets:
+            bucket.payload.encode()
+            if bucket.halves is not None:
+                bucket.halves.leave()
+
+    def _record(self) -> None:
+        """Everybody has communicated: collectives can be recorded."""
+        torch.cuda.synchronize()
+        for bucket in self.buckets:
+            bucket.record()
+        torch.cuda.synchronize()
 
     def after_update(self) -> None:
         """The masters have changed: what was gathered from them is given back."""
@@ -315,7 +362,7 @@ class FlexShardModel:
     def _begin_pass(self) -> None:
         """A forward pass of the model begins."""
         self.lanes.begin()
-        if self._any_unsynced and not _in_backward():
+        if self._any_unsynced and not in_backward():
             # What no module call has picked up (the root's, an embedding's) is put aside, so that micro-batches are added in the reduction dtype.
             for bucket in self.buckets:
                 if bucket.reduction is not None and bucket.reduction.has_gradients():
@@ -355,7 +402,7 @@ class FlexShardModel:
 
     def _resolve_conflict(self, bucket: Bucket, other: Bucket) -> None:
         """Two buckets of one slot are needed at once."""
-        if _in_backward() or bucket.calls:
+        if in_backward() or bucket.calls:
             raise PluginError(
                 f"Buckets {bucket.name!r} and {other.name!r} take turns in one buffer, but both are needed at once: their modules are not run one after the "
                 f"other. Give one of them `reshard=never`, or both `reshard='after {bucket.spec.keep + 1}'`."
@@ -425,7 +472,10 @@ class FlexShardModel:
             if len(self._pending) >= PENDING:
                 self._pending.pop(0).complete()
             reduction.complete()
-            reduction.start(self._any_unsynced, lambda *sizes: grow_pack(self.buckets, reduction.pack, *sizes))
+            # Halves that wait on the host come too late for an update inside backward.
+            is_early = self._early is not None and self._last and bucket.halves is None
+            then = functools.partial(self._update_early, bucket, *self._early) if is_early else None  # type: ignore[misc]
+            reduction.start(self._any_unsynced, lambda *sizes: grow_pack(self.buckets, reduction.pack, *sizes), then)
             self._pending.append(reduction)
 
     def _complete_all(self) -> None:
@@ -440,7 +490,7 @@ class FlexShardModel:
             if not self._driven:
                 return
             begin = time.perf_counter() if self.measure_host else 0.0
-            recomputing = _in_backward()
+            recomputing = in_backward()
             if not recomputing:
                 bucket.entered = False
             self._launch(bucket)
@@ -452,7 +502,7 @@ class FlexShardModel:
                     for halves in self._halves:
                         halves.drop()
             if not is_root and torch.is_grad_enabled():
-                inputs = _differentiable(args, kwargs)
+                inputs = differentiable(args, kwargs)
                 if inputs:
                     # Fires when the gradients of all inputs are known. Autograd runs later operations first, so the parameters have theirs by then.
                     if len(inputs) == 1:
@@ -465,7 +515,7 @@ class FlexShardModel:
                 self.host_seconds += time.perf_counter() - begin
                 self.host_buckets += 1
 
-        return _untraced(before_forward)
+        return untraced(before_forward)
 
     def _after_forward(self, bucket: Bucket, is_root: bool) -> Callable[..., None]:
         def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -476,7 +526,7 @@ class FlexShardModel:
             hidden = False
             if torch.is_grad_enabled():
                 epoch = self._epoch
-                outputs = _differentiable(output)
+                outputs = differentiable(output)
                 for tensor in outputs:
                     # Before the operation that made the output, and so after what leaves a module that has this output as its input.
                     node = tensor.grad_fn
@@ -490,7 +540,7 @@ class FlexShardModel:
             if self.measure_host:
                 self.host_seconds += time.perf_counter() - begin
 
-        return _untraced(after_forward)
+        return untraced(after_forward)
 
     def _enter(self, bucket: Bucket, epoch: int) -> None:
         """The backward pass has reached the module's output."""
@@ -533,6 +583,12 @@ class FlexShardModel:
             self.host_seconds += time.perf_counter() - begin
 
 
+def _readers(info: ParameterInfo, modules: Mapping[str, nn.Module]) -> list[Owner]:
+    """The modules that have the parameter, and what they call it."""
+    places = [name.rpartition(".") for name in (info.name, *info.aliases)]
+    return [(modules[owner], attribute) for owner, _, attribute in places]
+
+
 def _check_split(table: ParameterTable, specs: Sequence[BucketSpec]) -> None:
     if table.dtype != "float32" or any(spec.compute != "bfloat16" for spec in specs):
         raise UsageError(
@@ -543,40 +599,3 @@ def _check_split(table: ParameterTable, specs: Sequence[BucketSpec]) -> None:
         raise UsageError(
             f"sharder.master=split needs gradients of another dtype than their tensor's, which torch {torch.__version__} lacks."
         )
-
-
-def _in_backward() -> bool:
-    """Whether autograd is running on this thread: a forward call then is a recomputation by activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """`hook`, left out where torch.compile traces around it. The usual decorator would cost every call more than the hook does."""
-    disabled = torch.compiler.disable(hook)
-
-    def run(*arguments: Any) -> None:
-        (disabled if torch.compiler.is_compiling() else hook)(*arguments)
-
-    return run
-
-
-def _differentiable(*values: Any) -> list[Tensor]:
-    """The tensors that require gradients in nested tuples, lists, dicts and dataclasses, each once."""
-    found: list[Tensor] = []
-    _collect(values, found)
-    return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        if value.requires_grad and not any(value is other for other in found):
-            found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            _collect(each, found)
-    elif isinstance(value, dict):
-        for each in value.values():
-            _collect(each, found)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name), found)

@@ -1,0 +1,50 @@
+"""Collectives of a bucket as CUDA graphs of their own: a start is one launch, which costs the host a fraction of the call itself.
+
+Buffers are permanent, so what a call does never changes. Inside a larger capture the calls themselves are recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Recorded:
+    """A prepared collective (`intarsia.comm.Prepared`, `PreparedReduce`) whose start has been recorded. `result` is what a reduction's start was recorded with."""
+
+    def __init__(self, call: Any, result: Tensor | None) -> None:
+        self._call, self._result = call, result
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            # Other threads (the watchdog's) may go on meanwhile.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            self._run()
+            self._graph.capture_end()
+
+    def start(self, result: Tensor | None = None) -> None:
+        """Begin."""
+        if torch.cuda.is_current_stream_capturing():
+            self._run()
+        else:
+            self._call.begin()
+            self._graph.replay()
+
+    def wait(self) -> None:
+        """Nothing: streams order what follows."""
+
+    def watch(self, event: Any) -> None:
+        """`event` has been recorded behind the last start: the group's limit of time holds for it."""
+        self._call.comm.watch_event(event, self._call.record)
+
+    def _run(self) -> None:
+        self._call.start() if self._result is None else self._call.start(self._result)
+
+
+def record(call: Any, result: Tensor | None = None) -> Any:
+    """`call`, recorded if it is a process group's; else itself (a transport's are copies, of which the host launches few)."""
+    if isinstance(call, Recorded):
+        return call
+    return Recorded(call, result) if hasattr(call.comm, "watch_event") and type(call).__module__.startswith("intarsia.comm") else call
