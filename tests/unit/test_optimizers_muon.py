@@ -14,13 +14,16 @@ import pytest
 import torch
 from intarsia.comm import FakeCommunicator, SelfCommunicator
 from intarsia.contracts import Box, OptimizerGroup
-from intarsia.errors import PluginError, UsageError
+from intarsia.errors import CheckpointError, PluginError, UsageError
 from intarsia.layout import Layout
 from intarsia.mesh import Mesh
+from intarsia.train.state import OptimizerState
 from intarsia_optimizers import muon, muon_update
 from intarsia_optimizers.config import MuonConfig, SplitConfig
 from intarsia_optimizers.matrices import matrices_of
 from intarsia_optimizers.updates import newton_schulz
+from intarsia_testing.doubles import MemoryStorage
+from intarsia_testing.stateful import OverStorage
 from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
@@ -380,3 +383,34 @@ def test_no_dynamo_is_imported_by_an_optimizer_step() -> None:
         "assert 'torch._dynamo' not in sys.modules and 'torch.distributed.tensor' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing() -> None:
+    """Momentum of another shape and of another name are told by name before anything is written."""
+    saved, storage = Shards(), MemoryStorage()
+    optimizer = run(EXACT, saved, 1)
+    manager = OverStorage(storage)
+    manager.save(1, [OptimizerState(optimizer, saved.table)])
+    manager.wait()
+    manager.close()
+    wrong = {name: (4, 8) if name == "layers.0.wo.weight" else shape for name, shape in SHAPES.items()}
+    renamed = {name.replace("0.up", "0.gate"): shape for name, shape in SHAPES.items()}
+    for shapes, text in ((wrong, "layers.0.wo.weight/momentum"), (renamed, "layers.0.gate.weight/momentum")):
+        shards = Shards(shapes=shapes)
+        other = run(EXACT, shards, 1)
+        before = {name: {slot: tensor.clone() for slot, tensor in slots.items()} for name, slots in other.slots().items()}
+        loader = OverStorage(storage)
+        ref = loader.latest()
+        assert ref is not None
+        with pytest.raises(CheckpointError, match=text):
+            loader.load(ref, [OptimizerState(other, shards.table)])
+        for name, slots in other.slots().items():
+            assert all(torch.equal(tensor, before[name][slot]) for slot, tensor in slots.items()), name
+
+
+def test_built_on_the_meta_device_for_plans() -> None:
+    shards = Shards()
+    for name, parameter in shards.parameters.items():
+        shards.parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    slots = built(MuonConfig(state_dtype="bfloat16"), shards, SelfCommunicator("meta")).slots()
+    assert {tensor.dtype for held in slots.values() for tensor in held.values() if tensor.ndim} == {torch.bfloat16}
