@@ -26,3 +26,7 @@ class TestTritonRMSNorm(KernelConformance):
 
 class TestTritonCrossEntropy(KernelConformance):
     op, entry = "cross_entropy", "intarsia-kernels:cross_entropy/triton"
+
+
+class TestFloat8Linear(KernelConformance):
+    op, entry = "scaled_linear", "intarsia-kernels:fp8"

@@ -68,7 +68,9 @@ def check_tiles() -> None:
             scale += -(-rows // tile[0]) * -(-columns // tile[1])
         values = torch.randn(value, generator=generator) * 10.0 ** torch.randint(-14, 8, (value,), generator=generator)
         values *= data.draw(st.sampled_from((1.0, 1.0, 1e-20, 0.0)))
-        values[torch.randint(0, value, (2,), generator=generator)] = data.draw(st.sampled_from((0.0, 0.0, float("nan"), float("inf"), 448.0)))
+        values[torch.randint(0, value, (2,), generator=generator)] = data.draw(
+            st.sampled_from((0.0, 0.0, float("nan"), float("inf"), 448.0))
+        )
         wires = [torch.full((4 * (first + scale) + 3,), 77, dtype=torch.uint8) for _ in range(2)]
         for function, wire in zip((references.quantise_tiles, tiles.quantise_tiles), wires, strict=True):
             function(values.to(dtype), wire, tuple(boxes), tile, power_of_two, torch.bfloat16)
@@ -129,8 +131,32 @@ def check_conformance() -> None:
     assert found and not broken, broken
 
 
+def check_compiled() -> None:
+    """A compiler traces the layer without a break, and quantises an activation that three layers read once."""
+    import torch
+    from intarsia.ops.scaled_reference import quantise
+    from intarsia_kernels.fp8.linear import scaled_linear
+    from torch import Tensor
+    from torch._dynamo.testing import AotEagerAndRecordGraphs
+
+    narrow = [quantise(torch.randn(128, 256), (128, 128)) for _ in range(3)]
+    handles = [torch.zeros(()).expand(128, 256).detach().requires_grad_() for _ in range(3)]
+    x, bias = torch.randn(2, 5, 256, requires_grad=True), torch.randn(128, requires_grad=True)
+
+    def layers(x: Tensor, handles: Any, narrow: Any) -> Tensor:
+        return sum(scaled_linear(x, handle, payload, scales, bias) for handle, (payload, scales) in zip(handles, narrow, strict=True))
+
+    backend = AotEagerAndRecordGraphs()
+    compiled = torch.compile(layers, fullgraph=True, backend=backend)
+    found, wanted = (torch.autograd.grad(run(x, handles, narrow).square().sum(), [x, *handles, bias]) for run in (compiled, layers))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    graphs = [*backend.fw_graphs, *backend.bw_graphs]
+    assert [sum("quantise_rows" in str(node.target) for node in graph.graph.nodes) for graph in graphs] == [1, 1]
+
+
 if __name__ == "__main__":
     mend_the_interpreter()
     check_tiles()
     check_rows_and_products()
     check_conformance()
+    check_compiled()

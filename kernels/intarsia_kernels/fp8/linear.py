@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @torch.library.custom_op("intarsia::fp8_product", mutates_args=())
 def product(x_NK: Tensor, x_scales_kN: Tensor, weight_OK: Tensor, weight_scales_ok: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
     """The first `rows` rows of x W^T in `dtype`; x as `quantise_rows` gives it."""
-    if products.has_torch_product(x_NK.device):
+    if dtype == torch.bfloat16 and products.has_torch_product(x_NK.device):
         return products.torch_product(x_NK, x_scales_kN, weight_OK, weight_scales_ok, dtype, rows)
     config = products.config_for(rows, weight_OK.shape[0])
     return products.triton_product(x_NK, x_scales_kN, weight_OK, weight_scales_ok, dtype, rows, config)

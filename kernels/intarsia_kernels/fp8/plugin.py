@@ -27,24 +27,3 @@ def offer_kernels() -> Sequence[KernelEntry]:
             priority=10,
         )
     ]
-
-
-@hookimpl(optionalhook=True)
-def offer_payload_kernels() -> Sequence[KernelEntry]:
-    """FlexShard's quantised payloads in Triton."""
-    return [
-        KernelEntry(
-            name=f"{op}/triton",
-            op=op,
-            target=f"intarsia_kernels.fp8.tiles:{op}",
-            doc=doc,
-            needs=("cuda", "sm89", "triton"),
-            dtypes=("float32", "bfloat16", "float16"),
-            numerics="bitwise",
-            priority=10,
-        )
-        for op, doc in (
-            ("quantise_tiles", "All of a rank's shard in one launch."),
-            ("dequantise_tiles", "One launch for a matrix or a stack of them."),
-        )
-    ]
