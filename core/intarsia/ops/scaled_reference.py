@@ -52,7 +52,9 @@ class _ScaledLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_NI, payload_OI, scales_oi)
         ctx.tile = tile
-        return F.linear(x_NI, dequantise(payload_OI, scales_oi, tile, x_NI.dtype), bias_O)
+        from intarsia.ops.operator import linear  # What is in force for it, so that a run whose products are invariant has this one too.
+
+        return linear(x_NI, dequantise(payload_OI, scales_oi, tile, x_NI.dtype), bias_O)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -67,7 +69,7 @@ class _ScaledLinear(torch.autograd.Function):
 def scaled_linear(
     x_NI: Tensor, weight_OI: Tensor, payload_OI: Tensor, scales_oi: Tensor, bias_O: Tensor | None = None, tile: tuple[int, int] = (128, 128)
 ) -> Tensor:
-    """`x @ W^T + bias` for the weight W that `payload_OI` (float8_e4m3fn) and `scales_oi` (float32) stand for, rounded to x's dtype.
+    """`linear` of x, W and bias for the weight W that `payload_OI` (float8_e4m3fn) and `scales_oi` (float32) stand for, rounded to x's dtype.
 
     `weight_OI` is never read: it has W's shape and x's dtype, and the gradient by W goes to it. Gradients are those of `linear` at W.
     """
