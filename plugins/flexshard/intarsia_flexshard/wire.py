@@ -113,7 +113,8 @@ def make_wire(geometry: Geometry, tiles: Sequence[tuple[int, ...] | None], width
     bridges = bridges_of(matrices, ranges)
 
     def ranks(gaps: Sequence[int]) -> list[_Rank]:
-        return [_lay_out(row, grid, tiles, width, *more) for row, grid, *more in zip(geometry.regions, grids, bridges, gaps, strict=True)]
+        rows = zip(geometry.regions, grids, bridges, gaps, strict=True)
+        return [_lay_out(row, grid, tiles, width, bridge, gap) for row, grid, bridge, gap in rows]
 
     laid = ranks([0] * len(bridges))
     gaps = [max(rank.count for rank in laid) - rank.count for rank in laid]
@@ -140,14 +141,14 @@ def _on_grid(region: Region, shape: Sequence[int], tile: Sequence[int] | None) -
     found = []
     for box in region if tile else ():
         assert tile is not None
-        for begin, end, edge, whole in zip(box.start, box.end, tile, shape, strict=True):
-            if begin % edge or (end % edge and end != whole):
+        for low, high, edge, whole in zip(box.start, box.end, tile, shape, strict=True):
+            if low % edge or (high % edge and high != whole):
                 raise PluginError(
                     f"A quantised member of shape {tuple(shape)} was cut at {box.start} .. {box.end}, inside a tile of {tuple(tile)}. A scale belongs to a whole tile: "
                     "use a placement whose boxes end at tiles' borders (row, flat, block, owned)."
                 )
-        start = tuple(begin // edge for begin, edge in zip(box.start, tile, strict=True))
-        end = tuple(-(-stop // edge) for stop, edge in zip(box.end, tile, strict=True))
+        start = tuple(low // edge for low, edge in zip(box.start, tile, strict=True))
+        end = tuple(-(-high // edge) for high, edge in zip(box.end, tile, strict=True))
         found.append(Box(start, tuple(b - a for a, b in zip(start, end, strict=True))))
     return tuple(found)
 
@@ -175,8 +176,8 @@ def _lay_out(row: Sequence[Region], grid: Sequence[Region], tiles: Sequence[obje
 
 
 def _item(member: int, kind: Kind, shape: tuple[int, ...], width: int, regions: Sequence[Region], laid: Sequence[_Rank]) -> Item:
-    pieces, base, start, reached = [], 0, 0, 0
-    adjoin = True
+    pieces: list[Piece] = []
+    base, start, reached, adjoin = 0, 0, 0, True
     for region, rank in zip(regions, laid, strict=True):
         span = linear_range(region, shape)
         position = base + rank.placed.get((member, kind), 0)
