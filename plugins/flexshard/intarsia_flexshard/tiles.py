@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from intarsia.device import capabilities
 from intarsia.ops.scaled_reference import FORMAT, dequantise, quantise
 from torch import Tensor
 
@@ -43,7 +44,8 @@ class Tiles(NamedTuple):
 @functools.cache
 def best_tiles(device_type: str) -> Tiles:
     """Kernels where they are installed and can run, each with its reference for what it cannot take."""
-    if device_type == "cuda" and importlib.util.find_spec("intarsia_kernels") and importlib.util.find_spec("triton"):
+    installed = importlib.util.find_spec("intarsia_kernels") and importlib.util.find_spec("triton")
+    if device_type == "cuda" and installed and "fp8" in capabilities():
         from intarsia_kernels.fp8 import tiles
 
         return Tiles(_guarded(tiles.quantise_tiles, quantise_tiles), _guarded(tiles.dequantise_tiles, dequantise_tiles))
