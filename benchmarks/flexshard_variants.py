@@ -154,9 +154,9 @@ def flexshard_config(setup: Setup, transport: str | None, payload: str, owned: b
     values: dict[str, Any] = {
         "placement": Owned() if owned else Flat(),
         "buckets": (
-            BucketConfig(name="embedding", match=("embedding",), placement=Flat(), payload=plain),
+            BucketConfig(name="embedding", match=("embedding",), placement=Flat(), payload=plain, offload="low"),
             BucketConfig(name="vectors", match=("*norm.weight",), placement=Flat(), reshard="never", payload=plain),
-            BucketConfig(name="head", match=("head.weight",), placement=Flat(), payload=plain),
+            BucketConfig(name="head", match=("head.weight",), placement=Flat(), payload=plain, offload="low"),
         ),
         "master": "split",
         # The loss is each process's own mean: what fully_shard averages is averaged here.
