@@ -22,6 +22,7 @@ from intarsia_flexshard.accounting import BucketBytes, RankBytes, Ring, Settings
 from intarsia_flexshard.assign import BucketSpec, assign, read_outside
 from intarsia_flexshard.bucket import BalancedPlacement, lay_out
 from intarsia_flexshard.config import FlexShardConfig
+from intarsia_flexshard.gathers import needs_weights
 from intarsia_flexshard.plan import make_geometry
 from intarsia_flexshard.ring import group, slots_needed
 
@@ -78,7 +79,7 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_dev
         on_device=on_device,
     )
     buckets, placements = cut(specs, table, sizes, settings, config, plugins)
-    only = [all(isinstance(modules[name], nn.Embedding) for name in spec.modules) for spec in specs]
+    only = [not any(needs_weights(modules[name]) for name in spec.modules) for spec in specs]
     places, rings = lay_rings(buckets, only)
     gathers = count_gathers(buckets, places, settings.micro_batches, only)
     reductions = settings.micro_batches if settings.is_sharded_accumulation else 1

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,15 +29,13 @@ from torch import Tensor, nn
 from intarsia_flexshard.assign import BucketSpec, assign, read_outside
 from intarsia_flexshard.bucket import BalancedPlacement, Bucket, Groups
 from intarsia_flexshard.config import FlexShardConfig
+from intarsia_flexshard.gathers import Gathers, needs_weights
 from intarsia_flexshard.hooks import differentiable, in_backward, untraced
 from intarsia_flexshard.lanes import Lanes
-from intarsia_flexshard.memory import grow_pack, make_memory
+from intarsia_flexshard.memory import grow_pack
 from intarsia_flexshard.quantised import Owner
 from intarsia_flexshard.reduction import Reduction
-from intarsia_flexshard.ring import make_slots
 from intarsia_flexshard.wire import check_quantisation
-
-logger = logging.getLogger("intarsia.flexshard")
 
 # Reductions under way before the oldest is waited for: it bounds what gradients in flight take.
 PENDING = 2
@@ -129,38 +126,31 @@ class FlexShardModel:
         self._model, self._config, self._comm = model, config, comm
         self._by_name = {bucket.name: bucket for bucket in buckets}
         self._reshard, self._poison, self._driven = True, config.debug, True
-        self._last, self._any_unsynced, self._epoch = True, False, 0
-        self._depth = max((bucket.spec.prefetch for bucket in buckets), default=0)
-        self._wanted_depth = self._depth
-        self._is_stale, self._fence_due = True, True
+        self._last, self._any_unsynced = True, False
         self._pending: list[Reduction] = []
         self._early: tuple[Optimizer, Any] | None = None
         self._updated: set[Bucket] = set()
         self._steps = 0
         self.self_contained = False
         self.measure_host, self.host_seconds, self.host_buckets = False, 0.0, 0
-        # Buckets that take turns in rings, in execution order, and those that stay whole to the step's end.
-        self._order = [bucket for bucket in buckets if not (bucket.is_alias or bucket.is_kept)]
-        self._kept = [bucket for bucket in buckets if bucket.is_kept and not bucket.is_alias]
-        self._place = {bucket.name: place for place, bucket in enumerate(self._order)}
         modules = dict(model.named_modules(remove_duplicate=False))
-        for bucket in buckets:  # Backward of an embedding reads no weights.
-            bucket.needs_backward = not all(isinstance(modules[name], nn.Embedding) for name in bucket.drivers)
-        make_memory(self.buckets, self._order, self._kept, self._depth, self.lanes)
-        self._gathers = list(dict.fromkeys(bucket.groups.gather for bucket in buckets))
+        for bucket in buckets:
+            bucket.needs_backward = any(needs_weights(modules[name]) for name in bucket.drivers)
+        self.gathers = Gathers(buckets, lanes, comm, config.debug)
         masters = {name: master for bucket in buckets for name, master in bucket.masters.items()}
         self._parameters = {name: masters[name] for name in table}
         self._phases = self._plan_update()
         # Activations are at their most as the last bucket is needed; its backward has given them back once the one before is left.
         self._halves = [bucket.halves for bucket in buckets if bucket.halves is not None]
-        self._fullest, self._after_fullest = (self._order[-1], self._order[-2]) if len(self._order) > 1 else (None, None)
+        last_two = self.gathers.order[-2:]
+        self._after_fullest, self._fullest = last_two if len(last_two) == 2 else (None, None)
         self._modules = self._install()
 
     # ------------------------------------------------------------ build
 
     def _plan_update(self) -> list[Phase]:
         """The last half first, while the first buckets' reductions end; then what the next step needs first, so that its gathers run under the rest."""
-        first = self._order[: self._depth + 1]
+        first = self.gathers.first()
         early = [bucket for bucket in self.buckets if bucket in first or bucket.is_kept]
         others = [bucket for bucket in self.buckets if bucket not in early]
         half = len(others) // 2
@@ -230,11 +220,12 @@ class FlexShardModel:
     @torch.no_grad()
     def update(self, optimizer: Optimizer, factor: Any) -> None:
         """Let the optimizer update the masters, bucket by bucket as their sums arrive, and start the next step's first gathers under the rest of it."""
-        self._fence()
-        self._drop_gathered()
+        gathers = self.gathers
+        gathers.fence()
+        gathers.drop()
         if self.lanes.on_device and any(bucket.is_offloaded for bucket in self.buckets):
             self.lanes.gather.synchronize()  # The host is about to write what it copies from.
-        early, started = next(iter([*self._order, *self._kept]), None), False
+        early, started = next(iter([*gathers.order, *gathers.kept]), None), False
         for phase in self._phases:
             for bucket in phase.buckets:
                 if bucket.reduction is not None:
@@ -244,20 +235,17 @@ class FlexShardModel:
             self._apply(optimizer, factor, due, names)
             if not started and early in phase.buckets:
                 started = True
-                self._is_stale = False
-                self._fence()
-                for bucket in [*self._order[: self._depth + 1], *self._kept]:
-                    if bucket.slot is not None and bucket.slot.resident is None:
-                        bucket.launch()
+                gathers.launch_first()
         self._pending.clear()
         self._updated.clear()
-        self._is_stale, self._fence_due = not started, True
-        self._change_depth()
+        gathers.is_stale, gathers.is_fence_due = not started, True
+        if gathers.change_depth():
+            self._phases = self._plan_update()
         self._steps += 1
         if self.self_contained:
-            self._fence()
+            gathers.fence()
             self.lanes.join()
-            self._forget_events()
+            gathers.forget_events()
         elif self.lanes.on_device and self._steps == RECORDED_AFTER:
             self._record()
 
@@ -298,8 +286,8 @@ class FlexShardModel:
 
     def after_update(self) -> None:
         """The masters have changed: what was gathered from them is given back."""
-        self._drop_gathered()
-        self._is_stale = self._fence_due = True
+        self.gathers.drop()
+        self.gathers.is_stale = self.gathers.is_fence_due = True
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that drive buckets, by the bucket's name."""
@@ -318,7 +306,7 @@ class FlexShardModel:
     def unshard(self, name: str, wait: bool = True) -> None:
         """Gather a bucket by its name; without `wait` only begin to."""
         bucket = self._bucket(name)
-        self._launch(bucket)
+        self.gathers.launch(bucket)
         if wait:
             bucket.settle()
 
@@ -340,9 +328,7 @@ class FlexShardModel:
 
     def set_prefetch(self, depth: int) -> None:
         """How many buckets ahead gathers start, from the next step on. Every rank calls it; they agree at the step's border."""
-        if depth < 0:
-            raise UsageError(f"prefetch is {depth}; it must be 0 or more.")
-        self._wanted_depth = depth
+        self.gathers.ask_depth(depth)
 
     def keep_halves(self) -> None:
         """Low halves of split masters stay on the device from now on."""
@@ -357,7 +343,7 @@ class FlexShardModel:
             raise UsageError(f"There is no bucket {name!r}. {did_you_mean(name, self._by_name)}")
         return self._by_name[name]
 
-    # ------------------------------------------------------------ gathers
+    # ------------------------------------------------------------ a pass
 
     def _begin_pass(self) -> None:
         """A forward pass of the model begins."""
@@ -369,92 +355,6 @@ class FlexShardModel:
                     bucket.reduction.accumulate()
         if self.self_contained:
             self.lanes.fork()
-
-    def _refresh(self) -> None:
-        """The masters have changed since the last gather."""
-        self._is_stale = False
-        for bucket in self.buckets:
-            bucket.payload.encode()
-
-    def _fence(self) -> None:
-        """Shards are ready to be read by everybody."""
-        self._fence_due = False
-        lanes = self.lanes
-        if lanes.on_device:
-            lanes.gather.wait_stream(lanes.compute)
-        lanes.enter(lanes.gather)
-        for gather in self._gathers:
-            gather.fence("shards are updated")
-        lanes.leave()
-
-    def _launch(self, bucket: Bucket) -> None:
-        """Begin to gather unless it is there."""
-        slot = bucket.slot
-        if slot is None or slot.resident is bucket:
-            return
-        if self._is_stale:
-            self._refresh()
-        if self._fence_due:
-            self._fence()
-        if slot.resident is not None and slot.resident.is_in_use:
-            self._resolve_conflict(bucket, slot.resident)
-        bucket.launch()
-
-    def _resolve_conflict(self, bucket: Bucket, other: Bucket) -> None:
-        """Two buckets of one slot are needed at once."""
-        if in_backward() or bucket.calls:
-            raise PluginError(
-                f"Buckets {bucket.name!r} and {other.name!r} take turns in one buffer, but both are needed at once: their modules are not run one after the "
-                f"other. Give one of them `reshard=never`, or both `reshard='after {bucket.spec.keep + 1}'`."
-            )
-        logger.warning("Buckets %r and %r are needed at once: %r gets memory of its own.", bucket.name, other.name, bucket.name)
-        make_slots([bucket], 1, self.lanes)
-
-    def _prefetch(self, bucket: Bucket, direction: int, further: int = 0) -> None:
-        """Begin to gather what comes next, `further` buckets more than the depth says."""
-        place = self._place.get(bucket.name)
-        if place is None or not self._depth:
-            return
-        for step in range(1, self._depth + further + 1):
-            other = place + direction * step
-            if not 0 <= other < len(self._order):
-                return
-            ahead = self._order[other]
-            assert ahead.slot is not None
-            if ahead.slot.resident is ahead or (direction < 0 and not ahead.needs_backward):
-                continue
-            if ahead.slot.resident is not None and ahead.slot.resident.is_in_use:
-                return
-            self._launch(ahead)
-
-    def _drop_gathered(self) -> None:
-        self._epoch += 1
-        for bucket in (*self._order, *self._kept):
-            assert bucket.slot is not None
-            if bucket.slot.resident is bucket:
-                bucket.settle()
-                bucket.free(self._poison)
-                bucket.slot.resident = None
-
-    def _change_depth(self) -> None:
-        """At a step's border: another prefetch depth, if the ranks agree."""
-        if self._wanted_depth == self._depth:
-            return
-        self._comm.agree(self._wanted_depth, "the prefetch depth")
-        self._drop_gathered()
-        self._is_stale, self._depth = True, self._wanted_depth
-        make_memory(self.buckets, self._order, self._kept, self._depth, self.lanes)
-        self._phases = self._plan_update()
-
-    def _forget_events(self) -> None:
-        """Everything has been joined: no event of the past needs to be waited for."""
-        for bucket in (*self._order, *self._kept):
-            bucket.is_flying = False
-            assert bucket.slot is not None
-            bucket.slot.dirty = False
-        for bucket in self.buckets:
-            if bucket.reduction is not None and bucket.reduction.pack is not None:
-                bucket.reduction.pack.dirty, bucket.reduction.pack.user = False, None
 
     # ------------------------------------------------------------ reductions
 
@@ -493,11 +393,11 @@ class FlexShardModel:
             recomputing = in_backward()
             if not recomputing:
                 bucket.entered = False
-            self._launch(bucket)
+            self.gathers.launch(bucket)
             bucket.inside += 1
             bucket.settle()
             if not recomputing:
-                self._prefetch(bucket, 1)
+                self.gathers.prefetch(bucket, 1)
                 if bucket is self._fullest:
                     for halves in self._halves:
                         halves.drop()
@@ -525,7 +425,7 @@ class FlexShardModel:
             bucket.inside = max(bucket.inside - 1, 0)
             hidden = False
             if torch.is_grad_enabled():
-                epoch = self._epoch
+                epoch = self.gathers.epoch
                 outputs = differentiable(output)
                 for tensor in outputs:
                     # Before the operation that made the output, and so after what leaves a module that has this output as its input.
@@ -546,7 +446,7 @@ class FlexShardModel:
         """The backward pass has reached the module's output."""
         if not self._driven:
             return
-        if epoch != self._epoch:
+        if epoch != self.gathers.epoch:
             raise PluginError(
                 f"Bucket {bucket.name!r}: the parameters were updated between this forward pass and its backward pass, whose gradients would be wrong. "
                 "Run backward before the optimizer steps."
@@ -554,10 +454,10 @@ class FlexShardModel:
         begin = time.perf_counter() if self.measure_host else 0.0
         bucket.open = True
         if bucket.needs_backward:
-            self._launch(bucket)
+            self.gathers.launch(bucket)
             bucket.entered = True
             bucket.settle()
-            self._prefetch(bucket, -1)
+            self.gathers.prefetch(bucket, -1)
         if self.measure_host:
             self.host_seconds += time.perf_counter() - begin
 
@@ -571,7 +471,7 @@ class FlexShardModel:
         if not bucket.is_kept and self._reshard:
             bucket.free(self._poison)
         # The bucket before is there already, and this one's slot is free.
-        self._prefetch(bucket, -1, 1)
+        self.gathers.prefetch(bucket, -1, 1)
         # Gradients of parameters that several calls share come with the last of them.
         if bucket.reduction is not None and bucket.open and not bucket.calls:
             if bucket is self._after_fullest:

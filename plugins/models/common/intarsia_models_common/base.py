@@ -17,6 +17,9 @@ from intarsia_models_common.config import LanguageModelConfig
 class Embedding(nn.Module):
     """Row `id` of the weight [V, D]."""
 
+    # Its gradient follows from the ids alone: a sharder need not bring the weight back for it.
+    backward_reads_weights = False
+
     def __init__(self, vocab_size: int, dim: int, std: float) -> None:
         super().__init__()
         self.std = std
