@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from intarsia.comm import Communicator
 from intarsia.contracts import ALIGNMENT_BYTES, Box, Placement, Region
-from intarsia.errors import UsageError
+from intarsia.errors import PluginError, UsageError
 from intarsia.layout import DTYPE_BYTES, Layout, build_layouts, region_numel, whole_region
 from intarsia.mesh import Mesh
 from intarsia.parameters import ParameterInfo, ParameterTable, join_master, split_master
@@ -305,6 +305,12 @@ def lay_out(
 ) -> tuple[list[tuple[int, ...]], list[list[Region]], bool]:
     """Write each parameter's Layout and bucket; returns the shapes of the members on this rank's side of outer cuts, the regions by rank of the shards'
     group in those members' own index space, and whether anything is cut."""
+    if not isinstance(placement, Placement):
+        lacks = [name for name in ("name", "accepts", "partition") if not hasattr(placement, name)]
+        raise PluginError(
+            f"Bucket {spec.name!r}: {type(placement).__name__}, which {type(spec.placement).__name__} chooses, is no placement: it lacks {', '.join(lacks)}. "
+            "See intarsia.contracts.Placement."
+        )
     inner: list[Any] = [(axis, mesh.sizes[axis], "replicate") for axis in spec.replicas]
     inner += [(axis, mesh.sizes[axis], placement) for axis in spec.axes]
     inner = [step for step in inner if step[1] > 1]

@@ -22,7 +22,7 @@ from intarsia.comm import Communicator
 from intarsia.contracts import Optimizer, Placement
 from intarsia.errors import PluginError, UsageError, did_you_mean
 from intarsia.mesh import Mesh
-from intarsia.parameters import ParameterInfo, ParameterTable, materialise_buffers
+from intarsia.parameters import ParameterTable, materialise_buffers
 from intarsia.plugins import Plugins, current
 from torch import Tensor, nn
 
@@ -33,7 +33,7 @@ from intarsia_flexshard.gathers import Gathers, needs_weights
 from intarsia_flexshard.hooks import differentiable, in_backward, untraced
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.memory import grow_pack
-from intarsia_flexshard.quantised import Owner
+from intarsia_flexshard.parameters import check_fresh, check_split, readers_of, take_place
 from intarsia_flexshard.reduction import Reduction
 from intarsia_flexshard.wire import check_quantisation
 
@@ -57,6 +57,7 @@ class FlexShard:
 
     def shard(self, model: nn.Module, table: ParameterTable, mesh: Mesh, comm: Communicator) -> FlexShardModel:
         """Cut each bucket by its placement over its axes; fill the shards; replace the model's parameters; install the hooks."""
+        check_fresh(model)
         config, table.mesh = self.config, mesh
         modules = dict(model.named_modules(remove_duplicate=False))
         names = [name for name, module in modules.items() if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))]
@@ -64,11 +65,11 @@ class FlexShard:
         outside = read_outside(model)
         specs = assign(config, table.values(), blocks, names, table.compute, table.reduce, outside)
         check_quantisation(config.tile, config.scales)
-        readers = {info.name: [] if {info.name, *info.aliases} & set(outside) else _readers(info, modules) for info in table.values()}
+        readers = {info.name: [] if {info.name, *info.aliases} & set(outside) else readers_of(info, modules) for info in table.values()}
         lanes, groups = Lanes(mesh.device), self._groups(specs, mesh)
         is_split = config.master == "split"
         if is_split:
-            _check_split(table, specs)
+            check_split(table, specs)
         elif any(spec.offload == "low" for spec in specs):
             raise UsageError(
                 "offload=low moves the low halves of split masters, and there are none. Set sharder.master=split, or offload=none."
@@ -85,7 +86,7 @@ class FlexShard:
             for info in bucket.infos:
                 for alias in (info.name, *info.aliases):
                     owner, _, attribute = alias.rpartition(".")
-                    setattr(modules[owner], attribute, bucket.whole[info.name])
+                    take_place(modules[owner], attribute, bucket.whole[info.name], bucket.name)
         materialise_buffers(model, mesh.device, table.seed)
         # Also a meeting: no rank gathers before every rank's shards are filled.
         comm.agree([bucket.facts() for bucket in buckets], "the bucket plan")
@@ -481,21 +482,3 @@ class FlexShardModel:
             (self._reduce if is_due else self._accumulate)(bucket)
         if self.measure_host:
             self.host_seconds += time.perf_counter() - begin
-
-
-def _readers(info: ParameterInfo, modules: Mapping[str, nn.Module]) -> list[Owner]:
-    """The modules that have the parameter, and what they call it."""
-    places = [name.rpartition(".") for name in (info.name, *info.aliases)]
-    return [(modules[owner], attribute) for owner, _, attribute in places]
-
-
-def _check_split(table: ParameterTable, specs: Sequence[BucketSpec]) -> None:
-    if table.dtype != "float32" or any(spec.compute != "bfloat16" for spec in specs):
-        raise UsageError(
-            f"sharder.master=split keeps float32 masters as bfloat16 and 16 more bits, but precision.master is {table.dtype} and precision.compute "
-            f"{sorted({spec.compute for spec in specs})}. Set precision.master=float32 precision.compute=bfloat16, or sharder.master=float32."
-        )
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        raise UsageError(
-            f"sharder.master=split needs gradients of another dtype than their tensor's, which torch {torch.__version__} lacks."
-        )

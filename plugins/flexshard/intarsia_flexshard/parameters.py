@@ -1,0 +1,52 @@
+"""The model's own parameters: who reads them, what takes their place, and what must be true of them before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from intarsia.errors import UsageError
+from intarsia.parameters import ParameterInfo, ParameterTable
+from torch import nn
+
+from intarsia_flexshard.assign import BucketSpec
+from intarsia_flexshard.quantised import Owner
+
+# What a parameter in the ring is marked with: its bucket's name.
+MARK = "_flexshard_bucket"
+
+
+def check_fresh(model: nn.Module) -> None:
+    """Raise UsageError where a parameter lives in a bucket already: the model, a part of it or one around it was sharded."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, MARK):
+            raise UsageError(
+                f"{type(model).__name__} is sharded already, wholly or in part: {name!r} is in the bucket {getattr(parameter, MARK)!r}. A model is sharded once, "
+                "from its root; give parts of it buckets of their own (sharder.buckets), or build it anew."
+            )
+
+
+def take_place(module: nn.Module, attribute: str, whole: nn.Parameter, bucket: str) -> None:
+    """Make `whole` the module's parameter. What was set on the old one as Python attributes stays."""
+    whole.__dict__.update(getattr(module, attribute).__dict__)
+    setattr(whole, MARK, bucket)
+    setattr(module, attribute, whole)
+
+
+def readers_of(info: ParameterInfo, modules: Mapping[str, nn.Module]) -> list[Owner]:
+    """The modules that have the parameter, and what they call it."""
+    places = [name.rpartition(".") for name in (info.name, *info.aliases)]
+    return [(modules[owner], attribute) for owner, _, attribute in places]
+
+
+def check_split(table: ParameterTable, specs: Sequence[BucketSpec]) -> None:
+    """Raise UsageError where masters cannot be split."""
+    if table.dtype != "float32" or any(spec.compute != "bfloat16" for spec in specs):
+        raise UsageError(
+            f"sharder.master=split keeps float32 masters as bfloat16 and 16 more bits, but precision.master is {table.dtype} and precision.compute "
+            f"{sorted({spec.compute for spec in specs})}. Set precision.master=float32 precision.compute=bfloat16, or sharder.master=float32."
+        )
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise UsageError(
+            f"sharder.master=split needs gradients of another dtype than their tensor's, which torch {torch.__version__} lacks."
+        )
