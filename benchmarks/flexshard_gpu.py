@@ -12,7 +12,8 @@ Sections:
 * `small-graph`: the best `fully_shard`, and FlexShard's whole step as a CUDA graph, over both;
 * `one`: FlexShard on two GPUs against itself on one, both GPUs running their own; then `fully_shard` on one;
 * `fp8`: FP8 against bfloat16 gathers, captured; `fp8-loss`: 200 steps of FP8, of bfloat16 twice, and of bfloat16 from another seed;
-* `host`: CPU time for each bucket's unshard and reduce; `bytes`: what collectives move against what they must.
+* `host`: CPU time for each bucket's unshard and reduce; `bytes`: what collectives move against what they must;
+* `offload`: shards and optimizer state in the host's memory.
 
 A file is written after each variant and each round, so a run that is cut off keeps what it has (`"complete": false`). A variant that fails has an `error`
 in its place. Times are of `--rounds` rounds of `--steps` steps in turn; the first step of a round does not count.
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("large", "small-eager", "small-compiled", "small-graph", "one", "fp8", "fp8-loss", "host", "bytes")
+SECTIONS = ("large", "small-eager", "small-compiled", "small-graph", "one", "fp8", "fp8-loss", "host", "bytes", "offload")
 TRANSPORT = "copy_engine"
 LOSS_STEPS = 200
 
@@ -80,7 +81,8 @@ class Section:
         chosen = (DEBUG_SIZES if self.arguments.debug_sizes else SIZES)[size]
         self.record["model"] = dataclasses.asdict(chosen)
         self.record["opponent"] = opponent_settings(compiled)
-        return Setup(chosen, self.world, self.alone, compiled, lr or ADAMW["lr"], dict(self.arguments.ours))
+        # Small steps end with all gradients alive: backward updates as it goes.
+        return Setup(chosen, self.world, self.alone, compiled, lr or ADAMW["lr"], dict(self.arguments.ours), early=size == "small")
 
     def batch(self, setup: Any) -> Any:
         """This process's batch."""
@@ -314,6 +316,19 @@ def bytes_moved(section: Section) -> None:
         variants.clear()
 
 
+def offload(section: Section) -> None:
+    """`offload`: the small model with shards and optimizer state in the host's memory, updated there, against the device's."""
+    import dataclasses
+
+    from flexshard_variants import Ours
+
+    setup = dataclasses.replace(section.setup("small", True), early=False)
+    away = dataclasses.replace(setup, changes={**setup.changes, "offload": "cpu"}, offload="cpu")
+    batch = section.batch(setup)
+    variants = section.prepare({"device": lambda: Ours(setup), "host": lambda: Ours(away)}, batch)
+    section.race(variants, batch, 1)
+
+
 RUNS: dict[str, Callable[[Section], None]] = {
     "large": lambda section: compare(section, "large", True),
     "small-eager": lambda section: compare(section, "small", False),
@@ -324,6 +339,7 @@ RUNS: dict[str, Callable[[Section], None]] = {
     "fp8-loss": fp8_loss,
     "host": host,
     "bytes": bytes_moved,
+    "offload": offload,
 }
 
 

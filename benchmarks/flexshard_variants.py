@@ -5,6 +5,7 @@ Every variant has `step(batch) -> loss` (forward, backward, update, gradients fo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -32,7 +33,8 @@ ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight
 
 @dataclasses.dataclass
 class Setup:
-    """What all variants of a section share. `alone` is the mesh of one process over this device; `changes` overrides fields of FlexShardConfig."""
+    """What all variants of a section share. `alone` is the mesh of one process over this device; `changes` overrides fields of FlexShardConfig; `offload` is that of embedding and head. `early` lets FlexShard's
+    backward update each bucket behind its reduction, which keeps no gradients."""
 
     size: Size
     world: Communicator
@@ -40,6 +42,8 @@ class Setup:
     compiled: bool
     lr: float = ADAMW["lr"]
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    early: bool = False
+    offload: str = "low"
 
     @property
     def device(self) -> torch.device:
@@ -154,9 +158,9 @@ def flexshard_config(setup: Setup, transport: str | None, payload: str, owned: b
     values: dict[str, Any] = {
         "placement": Owned() if owned else Flat(),
         "buckets": (
-            BucketConfig(name="embedding", match=("embedding",), placement=Flat(), payload=plain, offload="low"),
+            BucketConfig(name="embedding", match=("embedding",), placement=Flat(), payload=plain, offload=setup.offload),
             BucketConfig(name="vectors", match=("*norm.weight",), placement=Flat(), reshard="never", payload=plain),
-            BucketConfig(name="head", match=("head.weight",), placement=Flat(), payload=plain, offload="low"),
+            BucketConfig(name="head", match=("head.weight",), placement=Flat(), payload=plain, offload=setup.offload),
         ),
         "master": "split",
         # The loss is each process's own mean: what fully_shard averages is averaged here.
@@ -175,7 +179,8 @@ class Ours:
     ) -> None:
         self.comm = comm = setup.alone if alone else setup.world
         config = flexshard_config(setup, transport, payload, owned)
-        self.settings = repr(config)
+        self.early = setup.early
+        self.settings = repr(config) + (", updated in backward" if setup.early else "")
         self.factor: float | Tensor = 1.0
         with torch.device("meta"):
             self.model = Llama(setup.size)
@@ -202,9 +207,10 @@ class Ours:
 
     def step(self, batch: Batch) -> Tensor:
         """See `Variant.step`."""
-        loss = self.model(*batch, *self.tables)
-        loss.backward()
-        self.sharded.finish_gradients(wait=False)
+        with self.sharded.update_in_backward(self.optimizer, self.factor) if self.early else contextlib.nullcontext():
+            loss = self.model(*batch, *self.tables)
+            loss.backward()
+            self.sharded.finish_gradients(wait=False)
         self.sharded.update(self.optimizer, self.factor)
         self.sharded.zero_gradients()
         return loss.detach()
