@@ -152,8 +152,11 @@ class Reduction:
                 before.add_(gradient)
 
     def start(self, is_wide: bool, fresh_pack: Callable[[int, int], Pack], then: Callable[[], None] | None = None) -> None:
-        """Begin to sum what is there over the ranks; `then` runs behind it with the masters' `.grad` in place, which are dropped afterwards. `is_wide`: micro-batches were accumulated in this step (the same on all ranks). `fresh_pack(bytes, bytes)` gives
-        larger buffers where the bucket's own is too small."""
+        """Begin to sum what is there over the ranks.
+
+        `is_wide`: micro-batches were accumulated in this step (the same on all ranks). `fresh_pack(bytes, bytes)` gives larger buffers where the bucket's own
+        is too small. `then` runs behind the sum with the masters' `.grad` in place, which are dropped afterwards.
+        """
         if is_wide and self.narrow != self.wide:
             self.accumulate()
         dtype = self.wide if is_wide else self.narrow
@@ -185,8 +188,12 @@ class Reduction:
             self._packed.record(lanes.compute)
             lanes.reduce.wait_event(self._packed)
             lanes.enter(lanes.reduce)
+            if (observer := lanes.observer) is not None:
+                observer.begin("reduce", self.name)
             running.start(self._nothing)
             self._sum(dtype if pack is not None else None)
+            if observer is not None:
+                observer.end("reduce", self.name)
             if then is not None:
                 self._attach()
                 then()
@@ -201,7 +208,11 @@ class Reduction:
             else:
                 self._detach()
         else:
+            if (observer := lanes.observer) is not None:
+                observer.begin("reduce", self.name)
             running.start(self._nothing)
+            if observer is not None:
+                observer.end("reduce", self.name)
             self._then = then
         self.is_waiting = True
 
@@ -210,6 +221,8 @@ class Reduction:
         if not self.is_waiting:
             return
         self.is_waiting = False
+        if (observer := self._lanes.observer) is not None:
+            observer.enter("wait for sum of", self.name)
         if self._lanes.on_device:
             self._lanes.compute.wait_event(self.done)
             if self._host:
@@ -218,9 +231,11 @@ class Reduction:
             self._running.wait()
             self._sum(None)
             self._attach()
-            if self._then is not None:
-                self._then()
-                self._detach()
+        if observer is not None:
+            observer.leave("wait for sum of", self.name)
+        if self._then is not None:
+            self._then()
+            self._detach()
         self._kept, self._running, self._result, self._then = (), None, None, None
 
     def forget(self) -> None:
@@ -288,6 +303,7 @@ class Reduction:
             group.all_reduce(self._result, "sum", f"reduce {self.name} over replicas")
         if self._host and self._lanes.on_device:
             pinned = torch.empty(self._count, dtype=self._dtype, pin_memory=True)
+            self._kept = (*self._kept, self._result)  # It is read from until `complete`.
             self._result = pinned.copy_(self._result, non_blocking=True)
         if self._total is not None:
             if self._host and self._lanes.on_device:
