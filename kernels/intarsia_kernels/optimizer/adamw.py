@@ -6,6 +6,7 @@ next gather needs no cast. Numbers that change from step to step are read on the
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from intarsia_kernels.optimizer.blocks import read, read_master, write, write_master
 from intarsia_kernels.optimizer.launch import Launcher
 
-BLOCK, WARPS = 2048, 8
+BLOCK, WARPS, CONTIGUOUS, EVICT = 2048, 8, 4, ""
+"""Elements of a program, its warps, neighbours of a thread, and what the cache is told: the fastest by `benchmarks/elementwise_gpu.py`."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,28 +34,16 @@ def _corrected(step, log_beta):
 
 @triton.jit
 def _block(
-    value, low, mean, square, gradient, left, rate, root, shrink, new_mean, new_square, keep_square, eps,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    value, low, mean, square, gradient, left, step, lr, log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay,
+    SPLIT: tl.constexpr, LOADED: tl.constexpr, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr, EVICT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    # Four at a time: what a thread reads of the widest is what it writes of all, and nothing moves between threads.
-    offsets = tl.max_contiguous(tl.arange(0, BLOCK), 4)
-    w = read_master(value, low, offsets, left, SPLIT, WHOLE)
-    g = read(gradient, offsets, left, WHOLE).to(tl.float32)
-    m = read(mean, offsets, left, WHOLE).to(tl.float32)
-    v = read(square, offsets, left, WHOLE).to(tl.float32)
-    m += new_mean * (g - m)
-    v = v * keep_square + new_square * (g * g)
-    w = w * shrink - rate * m / (tl.sqrt(v) * root + eps)
-    write(mean, offsets, left, m.to(mean.dtype.element_ty), WHOLE)
-    write(square, offsets, left, v.to(square.dtype.element_ty), WHOLE)
-    write_master(value, low, offsets, left, w, SPLIT, WHOLE)
-
-
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["step", "lr"])
-def _adamw(
-    value, low, mean, square, gradient, step, lr, n, log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay,
-    SPLIT: tl.constexpr, LOADED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    # What a thread reads of the widest is what it writes of all, and nothing moves between threads.
+    offsets = tl.max_contiguous(tl.arange(0, BLOCK), CONTIGUOUS)
+    w = read_master(value, low, offsets, left, SPLIT, WHOLE, EVICT)
+    g = read(gradient, offsets, left, WHOLE, EVICT).to(tl.float32)
+    m = read(mean, offsets, left, WHOLE, EVICT).to(tl.float32)
+    v = read(square, offsets, left, WHOLE, EVICT).to(tl.float32)
+    # After the elements are asked for: a thread would else wait for the number of the step first.
     t = tl.load(step).to(tl.float32)
     if LOADED:
         speed = tl.load(lr).to(tl.float32)
@@ -62,18 +52,31 @@ def _adamw(
     rate = speed / _corrected(t, log_mean)
     root = 1.0 / tl.sqrt(_corrected(t, log_square))
     shrink = 1.0 - speed * weight_decay
+    m += new_mean * (g - m)
+    v = v * keep_square + new_square * (g * g)
+    w = w * shrink - rate * m / (tl.sqrt(v) * root + eps)
+    write(mean, offsets, left, m.to(mean.dtype.element_ty), WHOLE, EVICT)
+    write(square, offsets, left, v.to(square.dtype.element_ty), WHOLE, EVICT)
+    write_master(value, low, offsets, left, w, SPLIT, WHOLE, EVICT)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["step", "lr"])
+def _adamw(
+    value, low, mean, square, gradient, step, lr, n, log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay,
+    SPLIT: tl.constexpr, LOADED: tl.constexpr, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
     # A scalar of 64 bits and offsets of 32: wide offsets would take registers.
     base = tl.program_id(0).to(tl.int64) * BLOCK
     left = tl.minimum(n - base, BLOCK).to(tl.int32)
     if left == BLOCK:  # Without a mask, so that accesses are wide whatever n is.
         _block(
-            value + base, low + base, mean + base, square + base, gradient + base, left,
-            rate, root, shrink, new_mean, new_square, keep_square, eps, SPLIT, BLOCK, True,
+            value + base, low + base, mean + base, square + base, gradient + base, left, step, lr,
+            log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay, SPLIT, LOADED, BLOCK, CONTIGUOUS, EVICT, True,
         )  # fmt: skip
     else:
         _block(
-            value + base, low + base, mean + base, square + base, gradient + base, left,
-            rate, root, shrink, new_mean, new_square, keep_square, eps, SPLIT, BLOCK, False,
+            value + base, low + base, mean + base, square + base, gradient + base, left, step, lr,
+            log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay, SPLIT, LOADED, BLOCK, CONTIGUOUS, EVICT, False,
         )  # fmt: skip
 
 
@@ -99,18 +102,15 @@ def fused_adamw(
         return
     loaded = isinstance(lr, Tensor)
     tensors = (value, value if low is None else low, mean, square, gradient)
-    scalars = (
-        step,
-        lr if loaded else float(lr),
-        size,
-        *(math.log(beta) if beta else -1e30 for beta in betas),
-        1.0 - betas[0],
-        1.0 - betas[1],
-        float(betas[1]),
-        float(eps),
-        float(weight_decay),
-    )
-    _launch(-(-size // BLOCK), tensors, scalars, (low is not None, loaded, BLOCK), size)
+    scalars = (step, lr if loaded else float(lr), size, *numbers(*betas, eps, weight_decay))
+    _launch(-(-size // BLOCK), tensors, scalars, (low is not None, loaded, BLOCK, CONTIGUOUS, EVICT), size)
+
+
+@functools.lru_cache(maxsize=256)
+def numbers(beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
+    """The kernel's numbers that follow from the settings."""
+    logs = [math.log(beta) if beta else -1e30 for beta in (beta1, beta2)]
+    return (*logs, 1.0 - beta1, 1.0 - beta2, float(beta2), float(eps), float(weight_decay))
 
 
 def supports(

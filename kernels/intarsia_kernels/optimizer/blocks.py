@@ -7,45 +7,45 @@ import triton.language as tl
 
 
 @triton.jit
-def read(pointer, offsets, left, WHOLE: tl.constexpr):
-    """Elements as they are stored; zeros from `left` on unless the block is whole."""
+def read(pointer, offsets, left, WHOLE: tl.constexpr, EVICT: tl.constexpr = ""):
+    """Elements as they are stored; zeros from `left` on unless the block is whole. `EVICT`: what the cache is told (`eviction_policy`)."""
     if WHOLE:
-        value = tl.load(pointer + offsets)
+        value = tl.load(pointer + offsets, eviction_policy=EVICT)
     else:
         value = tl.load(pointer + offsets, mask=offsets < left, other=0.0)
     return value
 
 
 @triton.jit
-def write(pointer, offsets, left, value, WHOLE: tl.constexpr):
+def write(pointer, offsets, left, value, WHOLE: tl.constexpr, EVICT: tl.constexpr = ""):
     """Elements that are of the pointer's dtype."""
     if WHOLE:
-        tl.store(pointer + offsets, value)
+        tl.store(pointer + offsets, value, eviction_policy=EVICT)
     else:
         tl.store(pointer + offsets, value, mask=offsets < left)
 
 
 @triton.jit
-def read_master(value, low, offsets, left, SPLIT: tl.constexpr, WHOLE: tl.constexpr):
+def read_master(value, low, offsets, left, SPLIT: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr = ""):
     """A master in float32, joined from its halves if it is split (`intarsia.parameters.join_master`)."""
-    stored = read(value, offsets, left, WHOLE)
+    stored = read(value, offsets, left, WHOLE, EVICT)
     if SPLIT:
         high = stored.to(tl.int16, bitcast=True).to(tl.int32)
-        w = ((high << 16) + read(low, offsets, left, WHOLE).to(tl.int32)).to(tl.float32, bitcast=True)
+        w = ((high << 16) + read(low, offsets, left, WHOLE, EVICT).to(tl.int32)).to(tl.float32, bitcast=True)
     else:
         w = stored.to(tl.float32)
     return w
 
 
 @triton.jit
-def write_master(value, low, offsets, left, w, SPLIT: tl.constexpr, WHOLE: tl.constexpr):
+def write_master(value, low, offsets, left, w, SPLIT: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr = ""):
     """A master from float32, split as by `intarsia.parameters.split_master` if it is."""
     if SPLIT:
         bits = w.to(tl.int32, bitcast=True)
         # To nearest even, on the bits: the low half is what this leaves, so it must be this rounding.
         high = tl.where(w == w, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FFF)
         missing = tl.where(w == w, tl.minimum(bits - (high << 16), 0x7FFF), 0)
-        write(value, offsets, left, high.to(tl.int16).to(value.dtype.element_ty, bitcast=True), WHOLE)
-        write(low, offsets, left, missing.to(tl.int16), WHOLE)
+        write(value, offsets, left, high.to(tl.int16).to(value.dtype.element_ty, bitcast=True), WHOLE, EVICT)
+        write(low, offsets, left, missing.to(tl.int16), WHOLE, EVICT)
     else:
-        write(value, offsets, left, w.to(value.dtype.element_ty), WHOLE)
+        write(value, offsets, left, w.to(value.dtype.element_ty), WHOLE, EVICT)

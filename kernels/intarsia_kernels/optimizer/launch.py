@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 log = logging.getLogger("intarsia.kernels")
@@ -17,6 +18,18 @@ LARGEST = 2**31
 """From here on a number is passed in 64 bits, which is another variant too."""
 
 
+class Launch:
+    """A compiled kernel on one device, called with plain addresses and numbers: nothing is looked up but the current stream."""
+
+    def __init__(self, compiled: Any, device: int) -> None:
+        self._run, self._function, self._metadata, self._device = compiled.run, compiled.function, compiled.packed_metadata, device
+        self._stream = torch._C._cuda_getCurrentRawStream
+
+    def __call__(self, blocks: int, *arguments: Any) -> None:
+        """Run `blocks` programs on the current stream. `arguments` are all of the kernel's, constants too."""
+        self._run(blocks, 1, 1, self._stream(self._device), self._function, self._metadata, None, None, None, *arguments)
+
+
 class Launcher:
     """Launches one Triton kernel; from the second time on for equal types without its argument binder, which takes longer than a small kernel runs.
 
@@ -26,27 +39,33 @@ class Launcher:
 
     def __init__(self, kernel: Any, warps: int) -> None:
         self._kernel, self._warps = kernel, warps
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._launches: dict[tuple[Any, ...], Launch | None] = {}
 
-    def __call__(self, blocks: int, tensors: Sequence[Tensor], scalars: Sequence[Any], constants: Sequence[Any], size: int) -> None:
-        """Run `blocks` programs on the current stream of the tensors' device. `size`: the largest number among the scalars."""
+    def __call__(self, blocks: int, tensors: Sequence[Tensor], scalars: Sequence[Any], constants: Sequence[Any], size: int) -> Launch | None:
+        """Run `blocks` programs on the current stream of the tensors' device. `size`: the largest number among the scalars. Gives back what launches the same for other addresses that are
+        multiples of `ALIGNED`, of tensors of the same dtypes; None where only a call of this does, or the first time."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         together = 0
         for address in addresses:
             together |= address
         if together % ALIGNED or size >= LARGEST:
             self._kernel[(blocks,)](*tensors, *scalars, *constants, num_warps=self._warps)
-            return
+            return None
         types = [scalar.dtype if isinstance(scalar, Tensor) else None for scalar in scalars]
-        key = (tensors[0].get_device(), *[tensor.dtype for tensor in tensors], *types, *constants)
-        compiled = self._compiled.get(key)
-        if compiled is not None:
+        device = tensors[0].get_device()
+        key = (device, *[tensor.dtype for tensor in tensors], *types, *constants)
+        launch = self._launches.get(key)
+        if launch is not None:
+            plain = [scalar.data_ptr() if isinstance(scalar, Tensor) else scalar for scalar in scalars]
             try:
-                compiled[(blocks, 1, 1)](*addresses, *scalars, *constants)
-                return
+                launch(blocks, *addresses, *plain, *constants)
+                return launch
             except TypeError as error:
                 log.info("the installed Triton's compiled kernels cannot be called with addresses (%s): its argument binder is used", error)
-                self._compiled[key] = None
+                self._launches[key] = None
         found = self._kernel[(blocks,)](*tensors, *scalars, *constants, num_warps=self._warps)
         # The interpreter gives back nothing, and what was refused once is not tried again.
-        self._compiled.setdefault(key, found if hasattr(found, "__getitem__") else None)
+        if key not in self._launches:
+            can = all(hasattr(found, name) for name in ("run", "function", "packed_metadata"))
+            self._launches[key] = Launch(found, device) if can else None
+        return None

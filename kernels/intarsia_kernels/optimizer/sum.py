@@ -5,7 +5,7 @@ Contributions are read once in their own dtype, added in rank order in float32 a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -14,48 +14,55 @@ from torch import Tensor
 
 from intarsia_kernels.optimizer import reference
 from intarsia_kernels.optimizer.blocks import read, write
-from intarsia_kernels.optimizer.launch import Launcher
+from intarsia_kernels.optimizer.launch import ALIGNED, Launch, Launcher
 
 MOST = 8
 """Contributions of one launch; more are added to the sum of the first eight, seven at a time."""
 
-BLOCK, WARPS = 2048, 4
+BLOCK, WARPS, CONTIGUOUS, EVICT = 2048, 4, 4, ""
+"""Elements of a program, its warps, neighbours of a thread, and what the cache is told: the fastest by `benchmarks/elementwise_gpu.py`."""
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
-def _block(p0, p1, p2, p3, p4, p5, p6, p7, out, base, left, scale, PARTS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    # Four at a time: what a thread reads of each is what it writes, and nothing moves between threads.
-    offsets = tl.max_contiguous(tl.arange(0, BLOCK), 4)
-    total = read(p0 + base, offsets, left, WHOLE).to(tl.float32)
+def _block(
+    p0, p1, p2, p3, p4, p5, p6, p7, out, base, left, scale,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr, EVICT: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    # What a thread reads of each is what it writes, and nothing moves between threads.
+    offsets = tl.max_contiguous(tl.arange(0, BLOCK), CONTIGUOUS)
+    total = read(p0 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
     if PARTS > 1:
-        total += read(p1 + base, offsets, left, WHOLE).to(tl.float32)
+        total += read(p1 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
     if PARTS > 2:
-        total += read(p2 + base, offsets, left, WHOLE).to(tl.float32)
+        total += read(p2 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
     if PARTS > 3:
-        total += read(p3 + base, offsets, left, WHOLE).to(tl.float32)
+        total += read(p3 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
     if PARTS > 4:
-        total += read(p4 + base, offsets, left, WHOLE).to(tl.float32)
+        total += read(p4 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
     if PARTS > 5:
-        total += read(p5 + base, offsets, left, WHOLE).to(tl.float32)
+        total += read(p5 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
     if PARTS > 6:
-        total += read(p6 + base, offsets, left, WHOLE).to(tl.float32)
+        total += read(p6 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
     if PARTS > 7:
-        total += read(p7 + base, offsets, left, WHOLE).to(tl.float32)
+        total += read(p7 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
     result = (total * scale).to(out.dtype.element_ty)
     write(out + base, offsets, left, result, WHOLE)
 
 
 @triton.jit(do_not_specialize=["n"])
-def _add(p0, p1, p2, p3, p4, p5, p6, p7, out, n, scale, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _add(
+    p0, p1, p2, p3, p4, p5, p6, p7, out, n, scale,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
     # A scalar of 64 bits and offsets of 32: wide offsets would take registers.
     base = tl.program_id(0).to(tl.int64) * BLOCK
     left = tl.minimum(n - base, BLOCK).to(tl.int32)
     if left == BLOCK:  # Without a mask, so that accesses are wide whatever n is.
-        _block(p0, p1, p2, p3, p4, p5, p6, p7, out, base, left, scale, PARTS, BLOCK, True)
+        _block(p0, p1, p2, p3, p4, p5, p6, p7, out, base, left, scale, PARTS, BLOCK, CONTIGUOUS, EVICT, True)
     else:
-        _block(p0, p1, p2, p3, p4, p5, p6, p7, out, base, left, scale, PARTS, BLOCK, False)
+        _block(p0, p1, p2, p3, p4, p5, p6, p7, out, base, left, scale, PARTS, BLOCK, CONTIGUOUS, EVICT, False)
 
 
 _launch = Launcher(_add, WARPS)
@@ -63,12 +70,17 @@ _launch = Launcher(_add, WARPS)
 
 def add_parts(parts: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
     """As `reference.add_parts`, bit for bit: flat tensors of 16 or 32 bits in one launch for each eight of them, others by the reference."""
+    _added(parts, out, scale)
+
+
+def _added(parts: Sequence[Tensor], out: Tensor, scale: float) -> Launch | None:
+    """Adds; what repeats the last launch, if it can be."""
     if out.dtype not in NARROW or not out.is_contiguous() or any(part.dtype not in NARROW or not part.is_contiguous() for part in parts):
         reference.add_parts(parts, out, scale)
-        return
+        return None
     size = out.numel()
     if not size:
-        return
+        return None
     blocks = -(-size // BLOCK)
     if len(parts) > MOST:
         total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
@@ -78,9 +90,31 @@ def add_parts(parts: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
             _run([total, *rest[: MOST - 1]], total, size, blocks, 1.0)
             rest = rest[MOST - 1 :]
         parts = [total, *rest]
-    _run(parts, out, size, blocks, scale)
+    return _run(parts, out, size, blocks, scale)
 
 
-def _run(parts: Sequence[Tensor], out: Tensor, size: int, blocks: int, scale: float) -> None:
+def prepare_add(parts: Sequence[Tensor], scale: float = 1.0) -> Callable[[Tensor], None]:
+    """`add_parts` of always the same contributions and scale: a call with `out`, all outs being alike. Costs the host a pointer and a launch from the third call on."""
+    if len(parts) > MOST or not parts[0].numel():
+        return lambda out: add_parts(parts, out, scale)
+    launch: Launch | None = None
+    of_out: torch.dtype | None = None
+    size = parts[0].numel()
+    blocks, scale = -(-size // BLOCK), float(scale)
+    addresses = [part.data_ptr() for part in (*parts, *[parts[0]] * (MOST - len(parts)))]
+    rest = (size, scale, len(parts), BLOCK, CONTIGUOUS, EVICT)
+
+    def add(out: Tensor) -> None:
+        nonlocal launch, of_out
+        if launch is not None and (address := out.data_ptr()) % ALIGNED == 0 and out.dtype == of_out and out.is_contiguous():
+            launch(blocks, *addresses, address, *rest)
+            return
+        launch, of_out = _added(parts, out, scale), out.dtype
+
+    return add
+
+
+def _run(parts: Sequence[Tensor], out: Tensor, size: int, blocks: int, scale: float) -> Launch | None:
     count = len(parts)
-    _launch(blocks, [*parts, *[parts[0]] * (MOST - count), out], (size, float(scale)), (count, BLOCK), size)
+    tensors = [*parts, *[parts[0]] * (MOST - count), out]
+    return _launch(blocks, tensors, (size, float(scale)), (count, BLOCK, CONTIGUOUS, EVICT), size)
