@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ class Run:
     """A run, as every hook is handed it. Stability: provisional.
 
     `step` counts finished optimizer steps. `parts` holds what has been built so far, by stage ("model" -> nn.Module ...): read it, don't replace it.
+    `record(event, **fields)` writes an event of a name of your own into events.jsonl and to the sinks, on rank 0, and does nothing on others.
     """
 
     recipe: Recipe
@@ -29,6 +31,7 @@ class Run:
     step: int = 0
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
     stop_reason: str | None = None
+    record: Callable[..., object] = lambda event, **fields: None
 
     def request_stop(self, reason: str) -> None:
         """Ask for an orderly end with a checkpoint, on any rank. Ranks agree on it within a step: it is this one when asked before the update; from

@@ -17,10 +17,7 @@ def profiled(config: ProfileConfig, step: int, rank: int, directory: Path) -> It
     if step not in config.steps:
         yield
         return
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    with profile(activities=activities, profile_memory=config.memory, record_shapes=config.memory) as profiler:
+    with torch.profiler.profile(profile_memory=config.memory, record_shapes=config.memory) as profiler:
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()

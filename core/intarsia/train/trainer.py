@@ -107,8 +107,8 @@ class Trainer:
     def __init__(self, request: Request, world: Communicator, device: torch.device, sizes: dict[str, int], directory: RunDirectory):
         self._request, self._directory, self._sizes = request, directory, sizes
         self._recipe = request.resolved.recipe
-        run = Run(self._recipe, directory.path, world.rank, world.size)
         events = EventLog(directory.path) if world.rank == 0 else None
+        run = Run(self._recipe, directory.path, world.rank, world.size, record=events.write if events else Run.record)
         self._built = Built(run, request.resolved, request.plugins, request.plugins.hooks, world, device, events)
         self._built.progress = Progress(run)
         self._signals = StopSignals()

@@ -232,6 +232,8 @@ class Bucket:
             elif pack.user is not None:
                 pack.user.complete()
         lanes.enter(lanes.gather)
+        if (observer := lanes.observer) is not None:
+            observer.begin("gather", self.name)
         source = self.payload.send()
         if self.gather is not None:
             self.gather.start()
@@ -242,6 +244,8 @@ class Bucket:
             self.arrived.record(lanes.gather)
             if isinstance(self.gather, Recorded):
                 self.gather.watch(self.arrived)
+        if observer is not None:
+            observer.end("gather", self.name)
         lanes.leave()
 
     def settle(self) -> None:
@@ -249,12 +253,16 @@ class Bucket:
         if not self.is_flying:
             return
         self.is_flying = False
+        if (observer := self.lanes.observer) is not None:
+            observer.enter("wait", self.name)
         if self.lanes.on_device:
             self.lanes.compute.wait_event(self.arrived)
-            return
-        if self.gather is not None:
-            self.gather.wait()
-        self.payload.decode()
+        else:
+            if self.gather is not None:
+                self.gather.wait()
+            self.payload.decode()
+        if observer is not None:
+            observer.leave("wait", self.name)
 
     def free(self, poison: bool) -> None:
         """The slot may be filled again after what was computed so far; with `poison` a use until then reads NaN."""

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+
+class Observer(Protocol):
+    """Who is told of phases (`intarsia_flexshard.timeline`): those of the computing stream are entered and left, one inside the other; those beside it begin and end on the current stream."""
+
+    def enter(self, phase: str, name: str) -> None:
+        """The computing stream begins a phase of a bucket."""
+
+    def leave(self, phase: str, name: str) -> None:
+        """It has ended."""
+
+    def clear(self) -> None:
+        """Every phase of the computing stream has ended."""
+
+    def begin(self, phase: str, name: str) -> None:
+        """A phase begins on the current stream."""
+
+    def end(self, phase: str, name: str) -> None:
+        """All of it is on the current stream."""
 
 
 class Lanes:
@@ -16,6 +35,7 @@ class Lanes:
         self.gather: Any = None
         self.reduce: Any = None
         self.host: Any = None
+        self.observer: Observer | None = None
         if self.on_device:
             # High priority: what is waited for goes before what waits.
             self.gather, self.reduce = (torch.cuda.Stream(device, priority=-1) for _ in range(2))

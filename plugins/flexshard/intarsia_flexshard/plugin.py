@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from intarsia.contracts import Entry
+from intarsia.contracts import Entry, Run, StepSummary
 from intarsia.hookspecs import hookimpl
 
 INTARSIA_API = 1
@@ -31,3 +31,21 @@ def offer_commands() -> list[Entry]:
             doc="Bytes by rank and bucket, and what a step moves, on any number of processes.",
         )
     ]
+
+
+@hookimpl
+def before_step(run: Run, step: int) -> None:
+    """Measure the steps of `profile.steps`, bucket by bucket."""
+    if run.recipe.profile.steps:
+        from intarsia_flexshard.timeline import begin_step
+
+        begin_step(run, step)
+
+
+@hookimpl
+def after_step(run: Run, summary: StepSummary) -> None:
+    """Write what was measured into the run's events."""
+    if summary.step in run.recipe.profile.steps:
+        from intarsia_flexshard.timeline import end_step
+
+        end_step(run, summary.step)

@@ -196,6 +196,8 @@ class FlexShardModel:
 
     def finish_gradients(self, wait: bool = True) -> None:
         """Reduce what is left, the last bucket first, and give everything back. Without `wait` sums may still be under way: `update` waits for what it needs."""
+        if self.lanes.observer is not None:
+            self.lanes.observer.clear()
         for bucket in reversed(self.buckets):
             if bucket.reduction is not None and (bucket.open or bucket.reduction.has_gradients()):
                 self._reduce(bucket)
@@ -217,6 +219,8 @@ class FlexShardModel:
             bucket.open = True
         self._pending.clear()
         self._any_unsynced = False
+        if self.lanes.observer is not None:
+            self.lanes.observer.clear()
 
     @torch.no_grad()
     def update(self, optimizer: Optimizer, factor: Any) -> None:
@@ -233,7 +237,11 @@ class FlexShardModel:
                     bucket.reduction.complete()
             due = [bucket for bucket in phase.buckets if bucket not in self._updated]
             names = phase.names if len(due) == len(phase.buckets) else tuple(name for bucket in due for name in bucket.trained_names)
+            if (observer := self.lanes.observer) is not None:
+                observer.enter("update", ", ".join(bucket.name for bucket in due))
             self._apply(optimizer, factor, due, names)
+            if observer is not None:
+                observer.clear()
             if not started and early in phase.buckets:
                 started = True
                 gathers.launch_first()
@@ -264,7 +272,12 @@ class FlexShardModel:
 
     def _update_early(self, bucket: Bucket, optimizer: Optimizer, factor: Any) -> None:
         self._updated.add(bucket)
+        observer, beside = self.lanes.observer, self.lanes.on_device
+        if observer is not None:
+            (observer.begin if beside else observer.enter)("update", bucket.name)
         self._apply(optimizer, factor, [bucket], bucket.trained_names)
+        if observer is not None:
+            (observer.end if beside else observer.leave)("update", bucket.name)
 
     @staticmethod
     def _apply(optimizer: Optimizer, factor: Any, buckets: Sequence[Bucket], names: tuple[str, ...]) -> None:
@@ -349,6 +362,8 @@ class FlexShardModel:
     def _begin_pass(self) -> None:
         """A forward pass of the model begins."""
         self.lanes.begin()
+        if self.lanes.observer is not None and not in_backward():
+            self.lanes.observer.clear()
         if self._any_unsynced and not in_backward():
             # What no module call has picked up (the root's, an embedding's) is put aside, so that micro-batches are added in the reduction dtype.
             for bucket in self.buckets:
@@ -391,6 +406,8 @@ class FlexShardModel:
             if not self._driven:
                 return
             begin = time.perf_counter() if self.measure_host else 0.0
+            if self.lanes.observer is not None:
+                self.lanes.observer.enter("forward", bucket.name)
             recomputing = in_backward()
             if not recomputing:
                 bucket.entered = False
@@ -438,6 +455,8 @@ class FlexShardModel:
                 bucket.entered = True
             elif not (is_root or bucket.entered or bucket.inside or bucket.is_kept) and self._reshard:
                 bucket.free(self._poison)
+            if self.lanes.observer is not None:
+                self.lanes.observer.leave("forward", bucket.name)
             if self.measure_host:
                 self.host_seconds += time.perf_counter() - begin
 
@@ -453,6 +472,8 @@ class FlexShardModel:
                 "Run backward before the optimizer steps."
             )
         begin = time.perf_counter() if self.measure_host else 0.0
+        if self.lanes.observer is not None:
+            self.lanes.observer.enter("backward", bucket.name)
         bucket.open = True
         if bucket.needs_backward:
             self.gathers.launch(bucket)
@@ -480,5 +501,7 @@ class FlexShardModel:
                     halves.come()
             is_due = self._last or self._config.gradients == "sharded"
             (self._reduce if is_due else self._accumulate)(bucket)
+        if self.lanes.observer is not None:
+            self.lanes.observer.leave("backward", bucket.name)
         if self.measure_host:
             self.host_seconds += time.perf_counter() - begin
