@@ -54,7 +54,7 @@ def _stage_facts(built: Built, stage: BuildStage) -> dict[str, Any]:
     if stage == "optimizer":
         groups = collections.Counter(info.group for info in built.table.values() if info.group)
         slots = collections.Counter(", ".join(slots) for slots in built.optimizer.slots().values())
-        work = getattr(built.optimizer, "facts", dict)()
+        work: dict[str, Any] = getattr(built.optimizer, "facts", dict)()
         return {"groups": groups, "slots": slots, "learning_rates": built.optimizer.learning_rates(), **({"work": work} if work else {})}
     return {}
 

@@ -98,7 +98,7 @@ def make_geometry(shapes: Sequence[Sequence[int]], regions: Sequence[Sequence[Re
         copies.append(copied if start is None else None)
         copied += _aligned(math.prod(shape), alignment) if start is None else 0
     return Geometry(
-        tuple(shapes), tuple(tuple(row) for row in regions), tuple(offsets), tuple(counts), tuple(starts), tuple(copies), copied
+        tuple(map(tuple, shapes)), tuple(map(tuple, regions)), tuple(offsets), tuple(counts), tuple(starts), tuple(copies), copied
     )
 
 

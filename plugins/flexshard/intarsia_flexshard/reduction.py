@@ -258,11 +258,11 @@ class Reduction:
         if dtype not in self._prepared:
             self._targets[dtype] = [_target(self.geometry, member, source) for member in range(len(self.parameters))]
             self._prepared[dtype] = self._prepare(source, pack.scratch)
-            views = [target.views[0] for target in self._targets[dtype] if target.boxes is None]
-            self._views[dtype] = views if len(views) == len(self.parameters) else None
-        views = self._views[dtype]
-        if views is not None and all(gradient is not None for gradient in gradients):
-            torch._foreach_copy_(views, gradients)
+            whole = [target.views[0] for target in self._targets[dtype] if target.boxes is None]
+            self._views[dtype] = whole if len(whole) == len(self.parameters) else None
+        views, there = self._views[dtype], [gradient for gradient in gradients if gradient is not None]
+        if views is not None and len(there) == len(views):
+            torch._foreach_copy_(views, there)
             return source, self._prepared[dtype]
         into: list[Tensor] = []
         values: list[Tensor] = []

@@ -143,7 +143,7 @@ class FlexShardModel:
         self._phases = self._plan_update()
         # Activations are at their most as the last bucket is needed; its backward has given them back once the one before is left.
         self._halves = [bucket.halves for bucket in buckets if bucket.halves is not None]
-        last_two = self.gathers.order[-2:]
+        last_two: Sequence[Bucket | None] = self.gathers.order[-2:]
         self._after_fullest, self._fullest = last_two if len(last_two) == 2 else (None, None)
         self._modules = self._install()
 

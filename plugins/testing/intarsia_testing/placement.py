@@ -14,7 +14,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import hypothesis
 import numpy as np
@@ -121,7 +121,7 @@ class RangesPlacement:
     """The kit's own: cuts every member into ranges of its elements in storage order, which leaves several boxes on a rank wherever it can."""
 
     name = "ranges"
-    accepts = "region"
+    accepts: Literal["box", "region"] = "region"
 
     def partition(self, members: Sequence[Member], ranks: int) -> Partition:
         """Borders at r * n / R, moved down to whole rows of tiles."""
@@ -156,7 +156,7 @@ class PlacementConformance(Conformance):
 
     def installed(self) -> list[Placement]:
         """One of each installed placement whose settings all have defaults, those under test, and the kit's own."""
-        found = [*self.placements(), RangesPlacement()]
+        found: list[Placement] = [*self.placements(), RangesPlacement()]
         for entry in current().registry("placement").entries():
             config_class = current().config_class(entry)
             try:
