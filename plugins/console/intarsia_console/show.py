@@ -16,6 +16,7 @@ from intarsia.train.run_directory import is_run
 
 from intarsia_console.events import read_events
 from intarsia_console.progress import clock, short
+from intarsia_console.timeline import lines as timeline_lines
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*%#"
@@ -68,6 +69,7 @@ def summary(directory: Path) -> dict[str, Any]:
         "curves": {f"{kind}.{name}": curve(events, kind, name) for kind, name in CURVES},
         "checkpoints": [{"step": event["step"], "location": event["location"]} for event in of_kind(events, "checkpoint")],
         "resumes": [{"step": event["step"], "location": event["location"]} for event in of_kind(events, "resume")],
+        "timelines": of_kind(events, "timeline"),
         "warnings": [event["message"] for event in of_kind(events, "warning")],
         "last": of_kind(events, "step")[-1] if of_kind(events, "step") else None,
     }
@@ -127,6 +129,13 @@ def text_lines(found: Mapping[str, Any], width: int, bars: str) -> list[str]:
     for name in ("checkpoints", "resumes"):
         for entry in found[name]:
             lines.append(f"  {name[:-1]:<12} after step {entry['step']}  {entry['location']}")
+    for event in found["timelines"]:
+        lines += ["", f"  step {event['step']} on rank {event['rank']}", *(f"    {line}" for line in timeline_lines(event))]
+        lines += (
+            []
+            if event is not found["timelines"][-1]
+            else ["    times in ms; wait: for the gather, then for the sum; exposed: both together", ""]
+        )
     return lines + [f"  warning      {text}" for text in found["warnings"]]
 
 
