@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from intarsia_flexshard.assign import BucketSpec, member_of
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.halves import WaitingHalves
+from intarsia_flexshard.hooks import Inputs
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.payload import Payload, PlainPayload
 from intarsia_flexshard.plan import Geometry, make_geometry
@@ -60,7 +61,7 @@ class Bucket:
     """One bucket of a sharded model.
 
     `whole` are the model's own parameters by canonical name, `masters` the local parts. `inside` counts forward calls that are under way, `entered` says that a backward
-    pass is inside, `calls` how many forward calls' backward has still to leave, `open` that a reduction is due.
+    pass is inside, `calls` how many forward calls' backward has still to leave, `open` that a reduction is due. `given` are the inputs of calls under way, `hidden` those of calls whose outputs showed no tensor.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class Bucket:
         self.arrived = lanes.event()
         self.is_flying, self.needs_backward = False, True
         self.inside, self.calls, self.entered, self.open = 0, 0, False, True
+        self.given: list[Inputs | None] = []
+        self.hidden: list[Inputs] = []
 
     # ------------------------------------------------------------ what the bucket is made of
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,41 @@ def untraced(hook: Callable[..., None]) -> Callable[..., None]:
         (disabled if torch.compiler.is_compiling() else hook)(*arguments)
 
     return run
+
+
+class Inputs:
+    """What a call was given, as nodes of autograd's graph; to be held by what the call computed, and by nothing that the inputs hold."""
+
+    __slots__ = ("__weakref__", "nodes")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.nodes = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
+
+
+def when_known(tensors: Sequence[Tensor], then: Callable[[], None]) -> Inputs:
+    """Call `then` once in each backward pass that reaches one of the tensors, when all of their gradients that it computes are known.
+
+    Unlike torch's `register_multi_grad_hook` the hooks hold no nodes: where one tensor was made from another, that would be a cycle through the graph, and
+    keep all of it alive until the garbage collector runs. Whoever holds the result decides; once it is gone nothing that the call computed can be in a
+    backward pass, and `then` is called at the first gradient.
+    """
+    found = Inputs(tensors)
+    known = weakref.ref(found)
+    task, missing = -1, 0
+
+    def arrived(gradient: Tensor) -> None:
+        nonlocal task, missing
+        current = torch._C._current_graph_task_id()
+        if current != task:
+            inputs = known()
+            task, missing = current, sum(map(torch._C._will_engine_execute_node, inputs.nodes)) if inputs is not None else 1
+        missing -= 1
+        if not missing:
+            then()
+
+    for tensor in tensors:
+        tensor.register_hook(arrived)
+    return found
 
 
 def differentiable(*values: Any) -> list[Tensor]:

@@ -30,7 +30,7 @@ from intarsia_flexshard.assign import BucketSpec, assign, read_outside
 from intarsia_flexshard.bucket import BalancedPlacement, Bucket, Groups
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.gathers import Gathers, needs_weights
-from intarsia_flexshard.hooks import differentiable, in_backward, untraced
+from intarsia_flexshard.hooks import Inputs, differentiable, in_backward, untraced, when_known
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.memory import grow_pack
 from intarsia_flexshard.parameters import check_fresh, check_split, readers_of, take_place
@@ -203,6 +203,8 @@ class FlexShardModel:
                 self._reduce(bucket)
             bucket.open = True
             bucket.entered, bucket.calls, bucket.inside = False, 0, 0
+            bucket.given.clear()
+            bucket.hidden.clear()
             if self._poison and not bucket.is_kept:
                 bucket.free(True)
         if wait:
@@ -409,6 +411,7 @@ class FlexShardModel:
             if self.lanes.observer is not None:
                 self.lanes.observer.enter("forward", bucket.name)
             recomputing = in_backward()
+            given: Inputs | None = None
             if not recomputing:
                 bucket.entered = False
             self.gathers.launch(bucket)
@@ -426,9 +429,10 @@ class FlexShardModel:
                     if len(inputs) == 1:
                         inputs[0].register_hook(lambda gradient: self._leave(bucket))
                     else:
-                        torch.autograd.graph.register_multi_grad_hook(inputs, lambda gradients: self._leave(bucket))
+                        given = when_known(inputs, lambda: self._leave(bucket))
                     # A recomputation replaces a call that was counted, or belongs to one that leaves once for each time it is run.
                     bucket.calls += not recomputing
+            bucket.given.append(given)
             if self.measure_host:
                 self.host_seconds += time.perf_counter() - begin
                 self.host_buckets += 1
@@ -441,6 +445,7 @@ class FlexShardModel:
                 return
             begin = time.perf_counter() if self.measure_host else 0.0
             bucket.inside = max(bucket.inside - 1, 0)
+            given = bucket.given.pop() if bucket.given else None
             hidden = False
             if torch.is_grad_enabled():
                 epoch = self.gathers.epoch
@@ -448,9 +453,14 @@ class FlexShardModel:
                 for tensor in outputs:
                     # Before the operation that made the output, and so after what leaves a module that has this output as its input.
                     node = tensor.grad_fn
-                    (tensor.register_hook if node is None else node.register_prehook)(lambda gradient: self._enter(bucket, epoch))
+                    # The outputs hold what tells that the inputs' gradients are all known, unless they are inputs themselves.
+                    held = None if given is not None and any(node is other for other in given.nodes) else given
+                    enter = functools.partial(self._enter, bucket, epoch, held)
+                    (tensor.register_hook if node is None else node.register_prehook)(enter)
                 # An output that hides its tensors could be entered unseen: then the parameters stay.
                 hidden = not outputs and bool(bucket.trained)
+                if not outputs and given is not None:
+                    bucket.hidden.append(given)
             if hidden:
                 bucket.entered = True
             elif not (is_root or bucket.entered or bucket.inside or bucket.is_kept) and self._reshard:
@@ -462,8 +472,8 @@ class FlexShardModel:
 
         return untraced(after_forward)
 
-    def _enter(self, bucket: Bucket, epoch: int) -> None:
-        """The backward pass has reached the module's output."""
+    def _enter(self, bucket: Bucket, epoch: int, given: Inputs | None, gradient: Any) -> None:
+        """The backward pass has reached the module's output. `given` is only held."""
         if not self._driven:
             return
         if epoch != self.gathers.epoch:
