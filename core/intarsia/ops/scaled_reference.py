@@ -27,7 +27,8 @@ def quantise(values_EOI: Tensor, tile: tuple[int, int], power_of_two: bool = Fal
     *_, rows, columns = values_EOI.shape
     padded = F.pad(values_EOI.float(), (0, -columns % tile[1], 0, -rows % tile[0]))
     tiles = padded.unflatten(-1, (-1, tile[1])).unflatten(-3, (-1, tile[0]))  # [..., o, rows, i, columns]
-    scales = tiles.abs().amax((-3, -1), keepdim=True).clamp_min(SMALLEST) / LARGEST
+    # By a tensor: CUDA multiplies by the reciprocal of a number, which is another rounding.
+    scales = tiles.abs().amax((-3, -1), keepdim=True).clamp_min(SMALLEST) / tiles.new_full((), LARGEST)
     if power_of_two:
         up = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
         scales = torch.where(scales.isfinite(), up, scales)

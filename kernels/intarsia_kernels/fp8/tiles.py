@@ -9,6 +9,7 @@ Shape suffixes: M rows, K columns, k pieces of 128 columns; O output and I input
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,13 +22,15 @@ PIECE = 128
 MAX_TILE = 2**15
 """Elements of a tile that a program holds at once."""
 ROWS_PER_PROGRAM = 32
+WARPS = 8
+"""Of a program that holds a tile of 128 x 128."""
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 Boxes = tuple[tuple[int, int, int, int, int], ...]
 
 
 @triton.jit
-def _scale_of(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def scale_of(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Scales for the largest magnitudes, which are given as bit patterns."""
     largest = bits.to(tl.float32, bitcast=True)
     largest = tl.where(largest < SMALLEST, SMALLEST, largest)
@@ -40,10 +43,27 @@ def _scale_of(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_TWO:
 
 
 @triton.jit
-def _encoded(values, scale, LARGEST: tl.constexpr):
+def encode(values, scale, LARGEST: tl.constexpr):
     """values / scale by the reciprocal, clamped: what is cast to float8."""
     scaled = values * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return tl.where(scaled > LARGEST, LARGEST, tl.where(scaled < -LARGEST, -LARGEST, scaled))
+
+
+@triton.jit
+def find_box(boxes_pointer, boxes, tile, BOXES: tl.constexpr, TILE_O: tl.constexpr, TILE_I: tl.constexpr, WHOLE: tl.constexpr):
+    """Where tile number `tile` of a table of boxes lies: the first elements of value and payload, the number of its scale, columns of its box, rows and columns left."""
+    listed = tl.arange(0, BOXES)
+    firsts = tl.load(boxes_pointer + listed * 6 + 5, mask=listed < boxes, other=9223372036854775807)
+    about = boxes_pointer + (tl.sum((firsts <= tile).to(tl.int32), axis=0) - 1) * 6
+    value, payload, scale = tl.load(about), tl.load(about + 1), tl.load(about + 2)
+    rows, columns = tl.load(about + 3).to(tl.int32), tl.load(about + 4).to(tl.int32)
+    tile -= tl.load(about + 5).to(tl.int32)
+    if WHOLE:  # Without what is promised here, every element would be an access of its own.
+        value, payload, columns = tl.multiple_of(value, 16), tl.multiple_of(payload, 16), tl.multiple_of(columns, 16)
+    across = tl.cdiv(columns, TILE_I)
+    row, column = tile // across * TILE_O, tile % across * TILE_I
+    begin = row.to(tl.int64) * columns + column
+    return value + begin, payload + begin, scale + tile, columns, rows - row, columns - column
 
 
 @triton.jit
@@ -62,65 +82,82 @@ def _quantise_tiles(
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    listed = tl.arange(0, BOXES)
-    firsts = tl.load(boxes_pointer + listed * 6 + 5, mask=listed < boxes, other=2147483647)
-    box = tl.sum((firsts <= tile).to(tl.int32), axis=0) - 1
-    about = boxes_pointer + box * 6
-    value_offset = tl.load(about)
-    payload_offset = tl.load(about + 1)
-    scale_offset = tl.load(about + 2)
-    rows = tl.load(about + 3).to(tl.int32)
-    columns = tl.load(about + 4).to(tl.int32)
-    tile -= tl.load(about + 5).to(tl.int32)
-    across = tl.cdiv(columns, TILE_I)
-    row, column = tile // across * TILE_O, tile % across * TILE_I
-    o, i = tl.arange(0, BLOCK_O)[:, None], tl.arange(0, BLOCK_I)[None, :]
-    inside = (o < TILE_O) & (i < TILE_I) & (row + o < rows) & (column + i < columns)
-    begin = row.to(tl.int64) * columns + column
-    values = tl.load(values_pointer + value_offset + begin + (o * columns + i), mask=inside, other=0.0)
-    values = values.to(COMPUTE).to(tl.float32)
+    value, payload, scale_at, columns, rows_left, columns_left = find_box(
+        boxes_pointer, boxes, tl.program_id(0), BOXES, TILE_O, TILE_I, WHOLE
+    )
+    # Eight at a time: what a thread reads is what it writes.
+    o, i = tl.arange(0, BLOCK_O)[:, None], tl.max_contiguous(tl.arange(0, BLOCK_I), 8)[None, :]
+    inside = (o < TILE_O) & (i < TILE_I) & (o < rows_left) & (i < columns_left)
+    if WHOLE:
+        stored = tl.load(values_pointer + value + (o * columns + i))
+    else:
+        stored = tl.load(values_pointer + value + (o * columns + i), mask=inside, other=0.0)
+    values = stored.to(COMPUTE).to(tl.float32)
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    scale = _scale_of(tl.max(tl.max(bits, axis=1), axis=0), LARGEST, SMALLEST, POWER_OF_TWO)
-    payload = _encoded(values, scale, LARGEST).to(payload_pointer.dtype.element_ty)
-    tl.store(payload_pointer + payload_offset + begin + (o * columns + i), payload, mask=inside)
-    tl.store(scales_pointer + scale_offset + tile, scale)
+    scale = scale_of(tl.max(tl.max(bits, axis=1), axis=0), LARGEST, SMALLEST, POWER_OF_TWO)
+    encoded = encode(values, scale, LARGEST).to(payload_pointer.dtype.element_ty)
+    if WHOLE:
+        tl.store(payload_pointer + payload + (o * columns + i), encoded)
+    else:
+        tl.store(payload_pointer + payload + (o * columns + i), encoded, mask=inside)
+    tl.store(scales_pointer + scale_at, scale)
+
+
+class Table(NamedTuple):
+    """Boxes on the device, each with the number of its first tile; how many there are, and how many tiles."""
+
+    rows: Tensor
+    boxes: int
+    tiles: int
+
+
+def is_whole(box: tuple[int, ...], tile: tuple[int, int]) -> bool:
+    """Whether a box is made of whole tiles whose rows can be read 16 elements at a time."""
+    value, payload, _, rows, columns = box
+    powers = all(size == triton.next_power_of_2(size) for size in tile)
+    return powers and tile[1] % 16 == 0 and not (value % 16 or payload % 16 or rows % tile[0] or columns % tile[1])
 
 
 @functools.lru_cache(maxsize=4096)
-def _table(boxes: Boxes, tile: tuple[int, int], device: torch.device) -> tuple[Tensor, int]:
-    """`boxes`, each with the number of its first tile, on the device; and how many tiles there are."""
-    rows, count = [], 0
-    for box in boxes:
-        rows.append((*box, count))
-        count += triton.cdiv(box[3], tile[0]) * triton.cdiv(box[4], tile[1])
-    return torch.tensor(rows, dtype=torch.int64).to(device), count
+def tables(boxes: Boxes, tile: tuple[int, int], device: torch.device) -> tuple[Table | None, Table | None]:
+    """Tables of those of `boxes` that are whole, and of the others."""
+    found: list[Table | None] = []
+    for wanted in (True, False):
+        rows, count = [], 0
+        for box in boxes:
+            if is_whole(box, tile) == wanted and box[3] * box[4]:
+                rows.append((*box, count))
+                count += triton.cdiv(box[3], tile[0]) * triton.cdiv(box[4], tile[1])
+        found.append(Table(torch.tensor(rows, dtype=torch.int64).to(device), len(rows), count) if rows else None)
+    return found[0], found[1]
 
 
 def quantise_tiles(values: Tensor, wire: Tensor, boxes: Boxes, tile: tuple[int, int], power_of_two: bool, dtype: torch.dtype) -> None:
-    """As `intarsia_flexshard.tiles.quantise_tiles`: one launch for all boxes. The table of boxes is built at the first call."""
-    if not boxes:
-        return
-    table, tiles = _table(boxes, tile, values.device)
+    """As `intarsia_flexshard.tiles.quantise_tiles`: one launch for all boxes of whole tiles, and one for the others. Tables of boxes are built at the first call."""
     blocks = triton.next_power_of_2(tile[0]), triton.next_power_of_2(tile[1])
-    _quantise_tiles[(tiles,)](
-        values,
-        wire.view(FORMAT),
-        wire[: wire.numel() // 4 * 4].view(torch.float32),
-        table,
-        len(boxes),
-        TILE_O=tile[0],
-        TILE_I=tile[1],
-        BLOCK_O=blocks[0],
-        BLOCK_I=blocks[1],
-        BOXES=triton.next_power_of_2(len(boxes)),
-        COMPUTE=TRITON_DTYPES[dtype],
-        LARGEST=LARGEST,
-        SMALLEST=SMALLEST,
-        POWER_OF_TWO=power_of_two,
-        num_warps=8 if blocks[0] * blocks[1] >= 8192 else 4,
-    )
+    for table, is_whole in zip(tables(boxes, tile, values.device), (True, False), strict=True):
+        if table is None:
+            continue
+        _quantise_tiles[(table.tiles,)](
+            values,
+            wire.view(FORMAT),
+            wire[: wire.numel() // 4 * 4].view(torch.float32),
+            table.rows,
+            table.boxes,
+            TILE_O=tile[0],
+            TILE_I=tile[1],
+            BLOCK_O=blocks[0],
+            BLOCK_I=blocks[1],
+            BOXES=triton.next_power_of_2(table.boxes),
+            COMPUTE=TRITON_DTYPES[dtype],
+            LARGEST=LARGEST,
+            SMALLEST=SMALLEST,
+            POWER_OF_TWO=power_of_two,
+            WHOLE=is_whole,
+            num_warps=WARPS if blocks[0] * blocks[1] >= 8192 else 4,
+        )
 
 
 def supports_quantise(
@@ -195,7 +232,7 @@ def dequantise_tiles(payload: Tensor, scales: Tensor, tile: tuple[int, int], out
         TILE_I=tile[1],
         BLOCK_O=blocks[0],
         BLOCK_I=blocks[1],
-        num_warps=8 if blocks[0] * blocks[1] >= 8192 else 4,
+        num_warps=WARPS if blocks[0] * blocks[1] >= 8192 else 4,
     )
 
 
@@ -230,8 +267,8 @@ def _quantise_rows(
     wide = m.to(tl.int64)[:, None]
     x = tl.load(x_pointer + wide * stride + c[None, :], mask=(m < rows)[:, None] & (c < columns)[None, :], other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    scale = _scale_of(tl.max(bits, axis=1), LARGEST, SMALLEST, False)
-    payload = _encoded(x, scale[:, None], LARGEST).to(payload_pointer.dtype.element_ty)
+    scale = scale_of(tl.max(bits, axis=1), LARGEST, SMALLEST, False)
+    payload = encode(x, scale[:, None], LARGEST).to(payload_pointer.dtype.element_ty)
     tl.store(payload_pointer + wide * columns + c[None, :], payload, mask=(m < padded)[:, None] & (c < columns)[None, :])
     tl.store(scales_pointer + tl.program_id(1).to(tl.int64) * padded + m, scale, mask=m < padded)
 
