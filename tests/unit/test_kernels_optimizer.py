@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from intarsia.plugins import current
+from intarsia_kernels.optimizer import launch as launch_module
 from intarsia_kernels.optimizer import newton_schulz as module
 from intarsia_kernels.optimizer import reference
 from intarsia_kernels.optimizer.launch import Launcher
@@ -121,16 +122,16 @@ def test_the_reference_says_what_it_loses() -> None:
 class Compiled:
     """A compiled kernel: notes what it is called with."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, calls: list[Any], breaks: bool = False) -> None:
         self.calls, self.breaks = calls, breaks
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
-            if self.breaks:
-                raise TypeError("function takes exactly 7 arguments")
-            self.calls.append(("compiled", grid, arguments))
-
-        return call
+    def run(self, *arguments: Any) -> None:
+        if self.breaks:
+            raise TypeError("function takes exactly 7 arguments")
+        self.calls.append(("compiled", arguments[:3], arguments[9:]))
+        assert arguments[3:9] == (70, "function", "metadata", None, None, None)
 
 
 class Kernel:
@@ -147,14 +148,23 @@ class Kernel:
         return call
 
 
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "current_stream", lambda device: 71 + device)
+
+
+@pytest.mark.usefixtures("stream")
 def test_the_launcher_leaves_the_binder_out_from_the_second_call_on() -> None:
     calls: list[Any] = []
     launch = Launcher(Kernel(calls, Compiled(calls)), 4)
     tensor, lr = torch.zeros(64), torch.zeros(())
-    for _ in range(2):
-        launch(3, [tensor], (64, lr), (True,), 64)
+    ready = [launch(3, [tensor], (64, lr), (True,), 64) for _ in range(2)]
     assert [call[0] for call in calls] == ["binder", "compiled"]
-    assert calls[1] == ("compiled", (3, 1, 1), (tensor.data_ptr(), 64, lr, True))
+    assert calls[1] == ("compiled", (3, 1, 1), (tensor.data_ptr(), 64, lr.data_ptr(), True))
+    # What was launched is given back, to be launched again.
+    assert ready[0] is None and ready[1] is not None
+    ready[1](5, 4096, 64, 8192, True)
+    assert calls.pop() == ("compiled", (5, 1, 1), (4096, 64, 8192, True))
     # Other types, other constants, and pointers that are not aligned are other kernels; so are numbers of 64 bits.
     launch(3, [tensor.bfloat16()], (64, lr), (True,), 64)
     launch(3, [tensor], (64, lr.double()), (True,), 64)
@@ -165,6 +175,7 @@ def test_the_launcher_leaves_the_binder_out_from_the_second_call_on() -> None:
     assert [call[0] for call in calls[2:]] == ["binder"] * 7
 
 
+@pytest.mark.usefixtures("stream")
 @pytest.mark.parametrize("compiled", [None, "breaks"])
 def test_the_launcher_stays_with_the_binder_where_it_must(compiled: str | None) -> None:
     calls: list[Any] = []
@@ -176,7 +187,7 @@ def test_the_launcher_stays_with_the_binder_where_it_must(compiled: str | None) 
 
 def test_every_rule_has_a_kernel() -> None:
     entries = [entry for entry in current().registry("optimizer kernel").entries() if entry.full_name.startswith("intarsia-kernels:")]
-    assert {entry.op for entry in entries} == {"adamw_update", "newton_schulz", "muon_directions", "muon_apply"}
+    assert {entry.op for entry in entries} == {"adamw_update", "adamw_quantised", "newton_schulz", "muon_directions", "muon_apply"}
     for entry in entries:
         assert entry.needs == ("cuda", "triton") and entry.priority > 0
         assert callable(getattr(updates, entry.op))

@@ -18,16 +18,19 @@ LARGEST = 2**31
 """From here on a number is passed in 64 bits, which is another variant too."""
 
 
+# Of a device by number; a build of torch without CUDA has it not.
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 class Launch:
     """A compiled kernel on one device, called with plain addresses and numbers: nothing is looked up but the current stream."""
 
     def __init__(self, compiled: Any, device: int) -> None:
         self._run, self._function, self._metadata, self._device = compiled.run, compiled.function, compiled.packed_metadata, device
-        self._stream = torch._C._cuda_getCurrentRawStream
 
     def __call__(self, blocks: int, *arguments: Any) -> None:
         """Run `blocks` programs on the current stream. `arguments` are all of the kernel's, constants too."""
-        self._run(blocks, 1, 1, self._stream(self._device), self._function, self._metadata, None, None, None, *arguments)
+        self._run(blocks, 1, 1, current_stream(self._device), self._function, self._metadata, None, None, None, *arguments)
 
 
 class Launcher:
@@ -41,7 +44,9 @@ class Launcher:
         self._kernel, self._warps = kernel, warps
         self._launches: dict[tuple[Any, ...], Launch | None] = {}
 
-    def __call__(self, blocks: int, tensors: Sequence[Tensor], scalars: Sequence[Any], constants: Sequence[Any], size: int) -> Launch | None:
+    def __call__(
+        self, blocks: int, tensors: Sequence[Tensor], scalars: Sequence[Any], constants: Sequence[Any], size: int
+    ) -> Launch | None:
         """Run `blocks` programs on the current stream of the tensors' device. `size`: the largest number among the scalars. Gives back what launches the same for other addresses that are
         multiples of `ALIGNED`, of tensors of the same dtypes; None where only a call of this does, or the first time."""
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -66,6 +71,6 @@ class Launcher:
         found = self._kernel[(blocks,)](*tensors, *scalars, *constants, num_warps=self._warps)
         # The interpreter gives back nothing, and what was refused once is not tried again.
         if key not in self._launches:
-            can = all(hasattr(found, name) for name in ("run", "function", "packed_metadata"))
+            can = current_stream is not None and all(hasattr(found, name) for name in ("run", "function", "packed_metadata"))
             self._launches[key] = Launch(found, device) if can else None
         return None

@@ -14,11 +14,16 @@ What float16 rounds off A would be lost for the small singular values, whose squ
 rounding would else mix large and small directions. Where no kernel can say what is lost, A is made afresh from X after at most three steps instead.
 
 float16 rounds eight times finer than bfloat16. Its range is made to suffice by powers of two: X is kept as X_SCALE X, A and Q as A_SCALE times them and J as J_SCALE J, so that neither
-the entries of a large matrix of norm 1 nor those of its Gram matrix become subnormal, and none overflows. A tall matrix is worked on from the right (X <- X J), not transposed.
+the entries of a large matrix of norm 1 nor those of its Gram matrix become subnormal, and none overflows. The norm is divided out in two parts: X by the power of two above it, which is
+exact, and the first Gram matrix and polynomial by the rest (f). A tall matrix is worked on from the right (X <- X J), not transposed.
+
+A chip at its limit of power runs the faster the fewer bits of its multipliers change. So X keeps the eight bits of a bfloat16 direction, and what need not be as exact as float16 is rounded
+to fewer bits (`DROPPED`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -42,6 +47,9 @@ GRAM_RATIO = 1.25
 COMPENSATED_FROM = 2048
 """The least m for which losses are handed on: small products take longer by the kernels that can than by the BLAS library."""
 
+DROPPED = (0, 0)
+"""Bits of float16 that are not used: by A and the polynomials of steps near square, and by everything but the last polynomial from a Gram matrix on."""
+
 Product = Callable[..., None]
 Coefficients = tuple[float, float, float]
 
@@ -63,21 +71,23 @@ def newton_schulz(
     *,
     product: Product = symmetric_product,
     compensated: bool | None = None,
+    dropped: tuple[int, int] = DROPPED,
 ) -> Tensor:
     """As `intarsia_optimizers.updates.newton_schulz`, in float16 whichever 16-bit `dtype` is asked for: float16 out, contiguous.
 
-    `product` and `compensated` (hand on what is lost; None: where it pays) are for comparisons.
+    `product`, `compensated` (hand on what is lost; None: where it pays) and `dropped` are for comparisons.
     """
-    x_BMN = _scaled(batch_BMN, eps)
+    x_BMN, factors_B = _scaled(batch_BMN, eps)
     tall = x_BMN.shape[1] > x_BMN.shape[2]
     short, long = sorted(x_BMN.shape[1:])
     if not steps:
-        return x_BMN.div_(X_SCALE)
+        return x_BMN.mul_((factors_B / X_SCALE)[:, None, None])
     if long < GRAM_RATIO * short:
-        return _step_by_step(x_BMN, tall, steps, coefficients, product)
+        return _step_by_step(x_BMN, factors_B, tall, steps, coefficients, functools.partial(product, dropped=dropped[0]))
     if compensated is None:
         compensated = short >= COMPENSATED_FROM and can_say_what_is_lost(x_BMN, short, long)
-    return _by_segments(x_BMN, tall, segments(steps, coefficients[0], compensated), coefficients, product, HANDED_ON if compensated else 0)
+    lengths = segments(steps, coefficients[0], compensated)
+    return _by_segments(x_BMN, factors_B, tall, lengths, coefficients, product, HANDED_ON if compensated else 0, dropped[1])
 
 
 def supports(batch_BMN: Tensor, steps: int, coefficients: Coefficients, eps: float, dtype: torch.dtype) -> str | None:
@@ -94,16 +104,19 @@ def supports(batch_BMN: Tensor, steps: int, coefficients: Coefficients, eps: flo
 newton_schulz.supports = supports  # type: ignore[attr-defined]
 
 
-def _scaled(batch_BMN: Tensor, eps: float) -> Tensor:
-    """X_SCALE G / max(norm(G), eps) in float16, contiguous."""
+def _scaled(batch_BMN: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """X_SCALE G / p in float16, contiguous, and f = p / max(norm(G), eps), with p the power of two above what it is divided by."""
     out_BMN = torch.empty(batch_BMN.shape, dtype=torch.float16, device=batch_BMN.device)
     if batch_BMN.is_cuda and has_triton() and batch_BMN.is_contiguous():
         from intarsia_kernels.optimizer import scale
 
-        scale.normalised(batch_BMN, out_BMN, X_SCALE, eps)
-        return out_BMN
-    norm_B11 = torch.linalg.vector_norm(batch_BMN, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    return torch.mul(batch_BMN, X_SCALE / norm_B11.clamp(min=eps), out=out_BMN)
+        factors_B = torch.empty(batch_BMN.shape[0], dtype=torch.float32, device=batch_BMN.device)
+        scale.normalised(batch_BMN, out_BMN, factors_B, X_SCALE, eps)
+        return out_BMN, factors_B
+    norm_B = torch.linalg.vector_norm(batch_BMN, dim=(-2, -1), dtype=torch.float32).clamp(min=eps)
+    fraction_B, exponent_B = torch.frexp(norm_B)
+    power_B = torch.ldexp(torch.full_like(norm_B, X_SCALE), -exponent_B)
+    return torch.mul(batch_BMN, power_B[:, None, None], out=out_BMN), fraction_B.reciprocal()
 
 
 def _applied(polynomial_Bmm: Tensor, x_BMN: Tensor, tall: bool, out_BMN: Tensor, alpha: float) -> Tensor:
@@ -112,47 +125,72 @@ def _applied(polynomial_Bmm: Tensor, x_BMN: Tensor, tall: bool, out_BMN: Tensor,
     return torch.baddbmm(out_BMN, left, right, beta=0.0, alpha=alpha, out=out_BMN)
 
 
-def _step_by_step(x_BMN: Tensor, tall: bool, steps: int, coefficients: Coefficients, product: Product) -> Tensor:
+def _step_by_step(x_BMN: Tensor, factors_B: Tensor, tall: bool, steps: int, coefficients: Coefficients, product: Product) -> Tensor:
     a, b, c = coefficients
     side = min(x_BMN.shape[1:])
     gram_Bmm, polynomial_Bmm = (x_BMN.new_empty(x_BMN.shape[0], side, side) for _ in range(2))
     other_BMN = torch.empty_like(x_BMN)
     for step in range(steps):
-        product(x_BMN, x_BMN, gram_Bmm, transposed=tall, alpha=A_SCALE / X_SCALE**2)
-        product(gram_Bmm, gram_Bmm, polynomial_Bmm, alpha=c / A_SCALE**2, addends=[(gram_Bmm, b / A_SCALE)], gamma=a)
+        of_gram, of_polynomial = (factors_B.square(), factors_B) if not step else (None, None)
+        product(x_BMN, x_BMN, gram_Bmm, transposed=tall, alpha=A_SCALE / X_SCALE**2, factors_B=of_gram)
+        product(
+            gram_Bmm, gram_Bmm, polynomial_Bmm, alpha=c / A_SCALE**2, addends=[(gram_Bmm, b / A_SCALE)], gamma=a, factors_B=of_polynomial
+        )  # fmt: skip
         _applied(polynomial_Bmm, x_BMN, tall, other_BMN, 1.0 if step + 1 < steps else 1.0 / X_SCALE)
         x_BMN, other_BMN = other_BMN, x_BMN
     return x_BMN
 
 
-def _by_segments(x_BMN: Tensor, tall: bool, lengths: list[int], coefficients: Coefficients, product: Product, handed_on: int) -> Tensor:
+def _by_segments(
+    x_BMN: Tensor,
+    factors_B: Tensor,
+    tall: bool,
+    lengths: list[int],
+    coefficients: Coefficients,
+    product: Product,
+    handed_on: int,
+    dropped: int,
+) -> Tensor:
     side = min(x_BMN.shape[1:])
     space = [x_BMN.new_empty(x_BMN.shape[0], side, side) for _ in range(7 if handed_on else 5)]
     other_BMN = torch.empty_like(x_BMN)
     for number, length in enumerate(lengths):
-        joined_Bmm, scale = _polynomial(x_BMN, tall, length, coefficients, product, handed_on, space)
+        factors = None if number else factors_B
+        joined_Bmm, scale = _polynomial(x_BMN, factors, tall, length, coefficients, product, handed_on, dropped, space)
         _applied(joined_Bmm, x_BMN, tall, other_BMN, 1.0 / scale if number + 1 < len(lengths) else 1.0 / (scale * X_SCALE))
         x_BMN, other_BMN = other_BMN, x_BMN
     return x_BMN
 
 
 def _polynomial(
-    x_BMN: Tensor, tall: bool, length: int, coefficients: Coefficients, product: Product, handed_on: int, space: list[Tensor]
+    x_BMN: Tensor,
+    factors_B: Tensor | None,
+    tall: bool,
+    length: int,
+    coefficients: Coefficients,
+    product: Product,
+    handed_on: int,
+    dropped: int,
+    space: list[Tensor],
 ) -> tuple[Tensor, float]:
-    """J of `length` steps from X, times the number that is given back too; one of `space`, whose tensors are all overwritten."""
+    """J of `length` steps from f X (f 1 for None), times f and the number that is given back too; one of `space`, whose tensors are all overwritten."""
+    last, product = product, functools.partial(product, dropped=dropped)
     a, b, c = coefficients
     gram_Bmm, half_Bmm, *free = space[:5]
     # Of the Gram matrix, of the half of the next one, and of the next one.
     lost_Bmm = [*space[5:], *space[5:6]] if handed_on else [None] * 3
     q_Bmm = free.pop()
     joined_Bmm, scale, grown = q_Bmm, A_SCALE, a
-    product(x_BMN, x_BMN, gram_Bmm, transposed=tall, alpha=A_SCALE / X_SCALE**2, lost_BMM=lost_Bmm[0])
+    squared_B = None if factors_B is None else factors_B.square()
+    product(x_BMN, x_BMN, gram_Bmm, transposed=tall, alpha=A_SCALE / X_SCALE**2, lost_BMM=lost_Bmm[0], factors_B=squared_B)
     for step in range(length):
         is_last = step + 1 == length
         if step:
             q_Bmm = free.pop()
-        # Alone it is applied with its identity; else that comes with the last that are joined.
-        product(gram_Bmm, gram_Bmm, q_Bmm, alpha=c / A_SCALE, addends=[(gram_Bmm, b)], gamma=a * A_SCALE if length == 1 else 0.0)
+        if length == 1:  # Alone it is applied with its identity; else that comes with the last that are joined.
+            last(gram_Bmm, gram_Bmm, q_Bmm, alpha=c / A_SCALE, addends=[(gram_Bmm, b)], gamma=a * A_SCALE, factors_B=factors_B)
+        else:
+            product(gram_Bmm, gram_Bmm, q_Bmm, alpha=c / A_SCALE, addends=[(gram_Bmm, b)])
         if not is_last:
             # A <- (a I + Q) A (a I + Q), by way of the half of it.
             of_gram, of_half, of_next = (lost if handed_on > 2 * step + number else None for number, lost in enumerate(lost_Bmm))
@@ -161,13 +199,14 @@ def _polynomial(
         if step:
             # (a I + Q) (grown I + J) less its identity; the scale of J is smaller than that of its first factor, as J grows.
             next_Bmm = free.pop()
-            product(
+            (last if is_last else product)(
                 q_Bmm,
                 joined_Bmm,
                 next_Bmm,
                 alpha=J_SCALE / (A_SCALE * scale),
                 addends=[(joined_Bmm, a * J_SCALE / scale), (q_Bmm, grown * J_SCALE / A_SCALE)],
                 gamma=a * grown * J_SCALE if is_last else 0.0,
+                factors_B=factors_B if is_last else None,
             )
             free += [q_Bmm, joined_Bmm]
             joined_Bmm, scale, grown = next_Bmm, J_SCALE, a * grown

@@ -24,11 +24,15 @@ def symmetric_product(
     addends: Sequence[tuple[Tensor, float]] = (),
     gamma: float = 0.0,
     lost_BMM: Tensor | None = None,
+    factors_B: Tensor | None = None,
+    dropped: int = 0,
 ) -> None:
-    """`out = alpha X Y^T + sum of beta S + gamma I` of every matrix of a batch, summed in float32 or better and rounded once. `addends` are the (S, beta).
+    """`out = f (alpha X Y^T + sum of beta S + gamma I)` of every matrix of a batch, summed in float32 or better and rounded once. `addends` are the (S, beta), `factors_B` each
+    matrix's f.
 
     `x` and `y` are [B, M, K]; [B, K, M] if `transposed`, which makes it `X^T Y`. The caller promises that the result is symmetric up to rounding, so that one
-    triangle may be computed and mirrored. `lost_BMM` gets `LOST` times what rounding took off `out`.
+    triangle may be computed and mirrored. `lost_BMM` gets `LOST` times what rounding took off `out`. `dropped` lowest bits of a float16 result may be left zero (rounded to nearest):
+    multipliers take less power for them, and a chip at its power limit runs faster.
     """
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     left, right = (x.mT, y) if transposed else (x, y.mT)
@@ -38,9 +42,18 @@ def symmetric_product(
     if gamma:
         sums_BMM.diagonal(dim1=-2, dim2=-1).add_(gamma)
     sums_BMM = sums_BMM.tril() + sums_BMM.tril(-1).mT
-    out_BMM.copy_(sums_BMM)
+    if factors_B is not None:
+        sums_BMM.mul_(factors_B[:, None, None])
+    out_BMM.copy_(rounded(sums_BMM, dropped) if dropped and sums_BMM.dtype == torch.float32 else sums_BMM)
     if lost_BMM is not None:
         lost_BMM.copy_(sums_BMM.sub_(out_BMM).mul_(LOST))
+
+
+def rounded(values: Tensor, dropped: int) -> Tensor:
+    """float32 values to nearest even with `dropped` bits fewer than float16's eleven."""
+    bits, low = values.view(torch.int32), 13 + dropped
+    fewer = ((bits + (1 << (low - 1)) - 1 + ((bits >> low) & 1)) >> low << low).view(torch.float32)
+    return torch.where(values == values, fewer, values)
 
 
 def add_parts(parts: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:

@@ -1,6 +1,6 @@
 """Matrices of a batch divided by their norms, in Triton. B matrices of N elements each, P parts of each whose squares are summed apart.
 
-    out = scale G / max(norm(G), eps)
+    out = scale G / p,  f = p / max(norm(G), eps),  p the power of two above max(norm(G), eps): exact in fewer bits, where a division would fill all
 
 Norms in float32: sums of squares by parts, then those of the parts in one order. Both passes read the matrices once.
 """
@@ -34,11 +34,18 @@ def _squares(matrices, sums_BP, size, parts, STEPS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _scaled(matrices, sums_BP, out, size, parts, scale, eps, STEPS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def _scaled(
+    matrices, sums_BP, out, factors_B, size, parts, scale, eps, STEPS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
     part, batch = tl.program_id(0), tl.program_id(1)
     of_parts = tl.arange(0, PARTS)
     sums = tl.load(sums_BP + batch * parts + of_parts, mask=of_parts < parts, other=0.0)
-    factor = scale / tl.maximum(tl.sqrt(tl.sum(sums, axis=0)), eps)
+    norm = tl.maximum(tl.sqrt(tl.sum(sums, axis=0)), eps)
+    # 2^(e + 1) and its inverse, where norm lies between 2^e and that.
+    exponent = tl.minimum((norm.to(tl.int32, bitcast=True) >> 23) & 0xFF, 252)
+    if part == 0:
+        tl.store(factors_B + batch, ((exponent + 1) << 23).to(tl.float32, bitcast=True) / norm)
+    factor = scale * ((253 - exponent) << 23).to(tl.float32, bitcast=True)
     matrices += batch.to(tl.int64) * size
     out += batch.to(tl.int64) * size
     first = part.to(tl.int64) * (STEPS * BLOCK)
@@ -50,12 +57,12 @@ def _scaled(matrices, sums_BP, out, size, parts, scale, eps, STEPS: tl.constexpr
         tl.store(out + start + offsets, (value * factor).to(out.dtype.element_ty), mask=inside)
 
 
-def normalised(batch_BMN: Tensor, out_BMN: Tensor, scale: float, eps: float) -> None:
-    """`out = scale G / max(norm(G), eps)` for each matrix of a batch, both contiguous and of at most 32 bits."""
+def normalised(batch_BMN: Tensor, out_BMN: Tensor, factors_B: Tensor, scale: float, eps: float) -> None:
+    """`out = scale G / p` and `factors = p / max(norm(G), eps)` for each matrix of a batch, contiguous and of at most 32 bits; float32 factors."""
     batch, size = batch_BMN.shape[0], batch_BMN[0].numel()
     steps = -(-size // (PARTS * BLOCK))
     parts = -(-size // (steps * BLOCK))
     sums_BP = torch.empty(batch, parts, dtype=torch.float32, device=batch_BMN.device)
     grid, sizes = (parts, batch), {"STEPS": steps, "BLOCK": BLOCK, "num_warps": WARPS}
     _squares[grid](batch_BMN, sums_BP, size, parts, **sizes)
-    _scaled[grid](batch_BMN, sums_BP, out_BMN, size, parts, scale, eps, PARTS=PARTS, **sizes)
+    _scaled[grid](batch_BMN, sums_BP, out_BMN, factors_B, size, parts, scale, eps, PARTS=PARTS, **sizes)

@@ -72,12 +72,13 @@ Addends = Sequence[tuple[Tensor, float]]
 
 
 def _vendor(
-    x: Tensor, y: Tensor, out_BMM: Tensor, transposed: bool, alpha: float, addends: Addends, gamma: float, lost_BMM: Tensor | None
-) -> None:
+    x: Tensor, y: Tensor, out_BMM: Tensor, transposed: bool, alpha: float, addends: Addends, gamma: float, lost_BMM: Tensor | None,
+    factors_B: Tensor | None = None, dropped: int = 0,
+) -> None:  # fmt: skip
     left, right = (x.mT, y) if transposed else (x, y.mT)
     first, beta = addends[0] if addends else (out_BMM, 0.0)
     torch.baddbmm(first, left, right, beta=beta, alpha=alpha, out=out_BMM)
-    _add_rest(out_BMM, addends, gamma)
+    _add_rest(out_BMM, addends, gamma, factors_B)
 
 
 def _rows(
@@ -89,6 +90,8 @@ def _rows(
     addends: Addends,
     gamma: float,
     lost_BMM: Tensor | None,
+    factors_B: Tensor | None = None,
+    dropped: int = 0,
     *,
     bands: int,
 ) -> None:
@@ -102,14 +105,16 @@ def _rows(
         band, strip = left[:, start : start + height], right[..., : start + height]
         torch.baddbmm(add, band, strip, beta=beta, alpha=alpha, out=part)
     tiles.mirror(out_BMM, height)
-    _add_rest(out_BMM, addends, gamma)
+    _add_rest(out_BMM, addends, gamma, factors_B)
 
 
-def _add_rest(out_BMM: Tensor, addends: Addends, gamma: float) -> None:
+def _add_rest(out_BMM: Tensor, addends: Addends, gamma: float, factors_B: Tensor | None) -> None:
     for addend_BMM, beta in addends[1:]:
         out_BMM.add_(addend_BMM, alpha=beta)
     if gamma:
         out_BMM.diagonal(dim1=-2, dim2=-1).add_(gamma)
+    if factors_B is not None:
+        out_BMM.mul_(factors_B[:, None, None])
 
 
 def _tiles(*arguments: Any, **settings: Any) -> None:
@@ -161,14 +166,17 @@ def symmetric_product(
     addends: Addends = (),
     gamma: float = 0.0,
     lost_BMM: Tensor | None = None,
+    factors_B: Tensor | None = None,
+    dropped: int = 0,
     strategy: str | None = None,
 ) -> None:
     """As `reference.symmetric_product`, by `strategy` or the fastest for the shape. Off CUDA the reference. `out_BMM` and `lost_BMM` are none of the operands, and
     there are two addends at most."""
     if not x.is_cuda:
-        reference.symmetric_product(x, y, out_BMM, transposed=transposed, alpha=alpha, addends=addends, gamma=gamma, lost_BMM=lost_BMM)
+        how = {"transposed": transposed, "alpha": alpha, "addends": addends, "gamma": gamma, "lost_BMM": lost_BMM}
+        reference.symmetric_product(x, y, out_BMM, **how, factors_B=factors_B, dropped=dropped)  # type: ignore[arg-type]
         return
-    arguments = (x, y, out_BMM, transposed, alpha, addends, gamma, lost_BMM)
+    arguments = (x, y, out_BMM, transposed, alpha, addends, gamma, lost_BMM, factors_B, dropped)
     if strategy is None:
         depth = x.shape[1 if transposed else 2]
         key = (x.device.index, *out_BMM.shape[:2], depth, x.dtype, transposed, len(addends), lost_BMM is not None)
@@ -181,13 +189,13 @@ def symmetric_product(
 
 def _unmeasured(arguments: tuple[Any, ...]) -> str:
     """The first strategy that takes a call."""
-    x, _, out_BMM, transposed, *_, lost_BMM = arguments
+    x, _, out_BMM, transposed, _, _, _, lost_BMM = arguments[:8]
     return next(name for name, strategy in STRATEGIES.items() if strategy.refuses(x, out_BMM, transposed, lost_BMM is not None) is None)
 
 
 def _measure(arguments: tuple[Any, ...]) -> Choice:
     """Try every strategy on the call itself."""
-    x, _, out_BMM, transposed, *_, lost_BMM = arguments
+    x, _, out_BMM, transposed, _, _, _, lost_BMM = arguments[:8]
     _vendor(*arguments)
     expected_BMM = out_BMM.clone()
     size = float(torch.linalg.vector_norm(expected_BMM, dtype=torch.float32))

@@ -1,6 +1,6 @@
 """Symmetric products by tiles in Triton, and the mirror that vendor products need. B matrices, M rows and columns, K summed.
 
-    C = alpha X Y^T + beta S + delta T + gamma I,  C known to be symmetric;  L = LOST (C - rounded(C))
+    C = f (alpha X Y^T + beta S + delta T + gamma I),  C known to be symmetric, f a matrix's own number;  L = LOST (C - rounded(C))
 
 A program computes one tile that touches the lower triangle and stores it twice, the second time transposed: column block j (of `columns`) pairs with row
 block i (of 128) where j <= i // (columns / 128); the blocks on the diagonal hold both of their halves themselves.
@@ -32,6 +32,7 @@ def _product(
     c_mirrored,
     lost,
     lost_mirrored,
+    factors,
     rows,
     tiles,
     alpha,
@@ -44,6 +45,8 @@ def _product(
     IDENTITY: tl.constexpr,
     LOSES: tl.constexpr,
     LOST: tl.constexpr,
+    FACTORED: tl.constexpr,
+    DROPPED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -73,7 +76,15 @@ def _product(
         at_row = row + tl.arange(0, BLOCK_ROWS)
         at_column = column + tl.arange(0, BLOCK_COLUMNS)
         sums += tl.where(at_row[:, None] == at_column[None, :], gamma, 0.0)
-    out = sums.to(c.dtype)
+    if FACTORED:
+        sums *= tl.load(factors + batch)
+    if DROPPED > 0:
+        # To nearest even with fewer bits than float16 has, on the bits of the float32.
+        bits = sums.to(tl.int32, bitcast=True)
+        bits = ((bits + (1 << (12 + DROPPED)) - 1 + ((bits >> (13 + DROPPED)) & 1)) >> (13 + DROPPED)) << (13 + DROPPED)
+        out = tl.where(sums == sums, bits.to(tl.float32, bitcast=True), sums).to(c.dtype)
+    else:
+        out = sums.to(c.dtype)
     c.store([batch * rows + row, column], out)
     if j < r:
         c_mirrored.store([batch * rows + column, row], out.T)
@@ -104,6 +115,8 @@ def product(
     addends: Sequence[tuple[Tensor, float]],
     gamma: float,
     lost_BMM: Tensor | None,
+    factors_B: Tensor | None = None,
+    dropped: int = 0,
     *,
     columns: int,
     stages: int,
@@ -128,6 +141,7 @@ def product(
         out,
         out_mirrored,
         *rest,
+        out_BMM if factors_B is None else factors_B,
         rows,
         tiles,
         alpha,
@@ -139,6 +153,8 @@ def product(
         IDENTITY=gamma != 0.0,
         LOSES=lost_BMM is not None,
         LOST=LOST,
+        FACTORED=factors_B is not None,
+        DROPPED=dropped,
         BLOCK_ROWS=ROWS,
         BLOCK_COLUMNS=columns,
         BLOCK_DEPTH=DEPTH,
