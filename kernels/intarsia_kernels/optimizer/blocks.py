@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+PLAIN = tl.constexpr("")
+
 
 @triton.jit
-def read(pointer, offsets, left, WHOLE: tl.constexpr, EVICT: tl.constexpr = ""):
+def read(pointer, offsets, left, WHOLE: tl.constexpr, EVICT: tl.constexpr = PLAIN):
     """Elements as they are stored; zeros from `left` on unless the block is whole. `EVICT`: what the cache is told (`eviction_policy`)."""
     if WHOLE:
         value = tl.load(pointer + offsets, eviction_policy=EVICT)
@@ -17,7 +19,7 @@ def read(pointer, offsets, left, WHOLE: tl.constexpr, EVICT: tl.constexpr = ""):
 
 
 @triton.jit
-def write(pointer, offsets, left, value, WHOLE: tl.constexpr, EVICT: tl.constexpr = ""):
+def write(pointer, offsets, left, value, WHOLE: tl.constexpr, EVICT: tl.constexpr = PLAIN):
     """Elements that are of the pointer's dtype."""
     if WHOLE:
         tl.store(pointer + offsets, value, eviction_policy=EVICT)
@@ -26,7 +28,7 @@ def write(pointer, offsets, left, value, WHOLE: tl.constexpr, EVICT: tl.constexp
 
 
 @triton.jit
-def read_master(value, low, offsets, left, SPLIT: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr = ""):
+def read_master(value, low, offsets, left, SPLIT: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr = PLAIN):
     """A master in float32, joined from its halves if it is split (`intarsia.parameters.join_master`)."""
     stored = read(value, offsets, left, WHOLE, EVICT)
     if SPLIT:
@@ -38,7 +40,7 @@ def read_master(value, low, offsets, left, SPLIT: tl.constexpr, WHOLE: tl.conste
 
 
 @triton.jit
-def write_master(value, low, offsets, left, w, SPLIT: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr = ""):
+def write_master(value, low, offsets, left, w, SPLIT: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr = PLAIN):
     """A master from float32, split as by `intarsia.parameters.split_master` if it is."""
     if SPLIT:
         bits = w.to(tl.int32, bitcast=True)
