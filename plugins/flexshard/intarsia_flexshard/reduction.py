@@ -65,14 +65,22 @@ def add_parts(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
         out.mul_(scale)
 
 
-@functools.cache
-def best_add_parts(device_type: str) -> Callable[[Sequence[Tensor], Tensor, float], None]:
-    """The fused sum where its kernels are installed and can run, else `add_parts`."""
-    if device_type == "cuda" and importlib.util.find_spec("intarsia_kernels") and importlib.util.find_spec("triton"):
-        from intarsia_kernels.optimizer.sum import add_parts as fused
+def prepare_add(parts: Sequence[Tensor], scale: float) -> Callable[[Tensor], None]:
+    """`add_parts` of these into what it is called with."""
+    return lambda out: add_parts(parts, out, scale)
 
-        return fused
-    return add_parts
+
+Sums = tuple[Callable[[Sequence[Tensor], Tensor, float], None], Callable[[Sequence[Tensor], float], Callable[[Tensor], None]]]
+
+
+@functools.cache
+def best_sums(device_type: str) -> Sums:
+    """The fused `add_parts` and `prepare_add` where their kernels are installed and can run, else these."""
+    if device_type == "cuda" and importlib.util.find_spec("intarsia_kernels") and importlib.util.find_spec("triton"):
+        from intarsia_kernels.optimizer import sum as fused
+
+        return fused.add_parts, fused.prepare_add
+    return add_parts, prepare_add
 
 
 class Reduction:
@@ -100,7 +108,7 @@ class Reduction:
         self.name, self.parameters, self.masters, self.geometry = name, list(parameters), list(masters), geometry
         self._shards, self._copies, self._lanes, self._host = shards, [group for group in copies if group.size > 1], lanes, host
         self.narrow, self.wide, self._dtype = dtypes
-        self._add, self._scale = best_add_parts(parameters[0].device.type), scale
+        (self._add, self._prepare_add), self._scale = best_sums(parameters[0].device.type), scale
         self._parts: Sequence[Tensor] = ()
         self._count = geometry.counts[index]
         sizes, self._shapes = _parts_of(geometry, index, self.masters)
@@ -122,7 +130,7 @@ class Reduction:
         self.is_waiting = False
         self._then: Callable[[], None] | None = None
         # The parts that a packed exchange brings are always the same views.
-        self._packed_parts: dict[torch.dtype, Sequence[Tensor]] = {}
+        self._packed_sums: dict[torch.dtype, Callable[[Tensor], None]] = {}
 
     def pack_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes to pack gradients of `dtype` and to receive the others'; 0 where they are sent as they are."""
@@ -250,7 +258,7 @@ class Reduction:
 
     def use(self, pack: Pack) -> Pack:
         """The bucket packs there from now on."""
-        self.pack, self._targets, self._prepared, self._packed_parts = pack, {}, {}, {}
+        self.pack, self._targets, self._prepared, self._packed_sums = pack, {}, {}, {}
         return pack
 
     def _fill(self, pack: Pack, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Any]:
@@ -285,7 +293,7 @@ class Reduction:
     def record(self) -> None:
         """CUDA, at a step's border: exchanges cost the host one launch each from now on."""
         for dtype, call in self._prepared.items():
-            if dtype in self._packed_parts and not isinstance(call, (_Alone, Recorded)):
+            if dtype in self._packed_sums and not isinstance(call, (_Alone, Recorded)):
                 self._prepared[dtype] = record(call, self._nothing)
 
     def _take(self, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -295,9 +303,13 @@ class Reduction:
     def _sum(self, packed: torch.dtype | None) -> None:
         """Add the parts in the order of the ranks; then replicas, and what earlier micro-batches of the step have left."""
         assert self._result is not None
-        if packed is not None:  # A recorded exchange calls nobody.
-            self._parts = self._packed_parts.setdefault(packed, self._parts)
-        self._add(self._parts, self._result, self._scale)
+        if packed is None:
+            self._add(self._parts, self._result, self._scale)
+        else:
+            add = self._packed_sums.get(packed)
+            if add is None:  # A recorded exchange will call nobody.
+                add = self._packed_sums[packed] = self._prepare_add(self._parts, self._scale)
+            add(self._result)
         self._parts = ()
         for group in self._copies:
             group.all_reduce(self._result, "sum", f"reduce {self.name} over replicas")
