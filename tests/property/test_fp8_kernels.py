@@ -99,6 +99,55 @@ def check_tiles() -> None:
     dequantise()
 
 
+def check_whole_tiles() -> None:
+    """Boxes of whole tiles, and others beside them."""
+    import torch
+    from intarsia_flexshard import tiles as references
+    from intarsia_kernels.fp8 import tiles
+
+    boxes = ((0, 0, 700, 32, 64), (2048, 2048, 720, 16, 32), (2560, 2560, 724, 5, 16), (2640, 2640, 726, 16, 16))
+    whole, others = tiles.tables(boxes, (16, 16), torch.device("cpu"))
+    assert whole is not None and others is not None and (whole.boxes, whole.tiles, others.boxes) == (3, 11, 1)
+    values, wires = (
+        torch.randn(2896, generator=torch.Generator().manual_seed(0)),
+        [torch.zeros(4 * 730, dtype=torch.uint8) for _ in range(2)],
+    )
+    for function, wire in zip((references.quantise_tiles, tiles.quantise_tiles), wires, strict=True):
+        function(values, wire, boxes, (16, 16), False, torch.bfloat16)
+    assert torch.equal(*wires)
+
+
+def check_update() -> None:
+    """AdamW that quantises gives the masters, the state and the wire of AdamW and of quantising behind it; what is in no box stays."""
+    import torch
+    from intarsia.parameters import split_master
+    from intarsia_kernels.fp8 import tiles
+    from intarsia_kernels.optimizer.adamw import fused_adamw
+    from intarsia_kernels.optimizer.quantised_adamw import adamw_quantised
+
+    boxes, size = ((0, 0, 400, 32, 32), (1024, 1024, 404, 16, 32)), 1536 + 64
+    for is_split, power_of_two in ((True, False), (False, True)):
+        found = []
+        for fused in (False, True):
+            generator = torch.Generator().manual_seed(0)
+            value, mean, gradient = (torch.randn(size, generator=generator) for _ in range(3))
+            square, low = torch.rand(size, generator=generator), None
+            if is_split:
+                master, value, low = value, value.bfloat16(), torch.empty(size, dtype=torch.int16)
+                split_master(master, value, low)
+            before, wire = value.clone(), torch.zeros(4 * 420, dtype=torch.uint8)
+            given = (value, low, mean, square, gradient, torch.tensor(3.0), 1e-2, (0.9, 0.95), 1e-8, 0.1)
+            if fused:
+                assert adamw_quantised.supports(*given, wire, boxes, (16, 16), power_of_two, torch.bfloat16) is None
+                adamw_quantised(*given, wire, boxes, (16, 16), power_of_two, torch.bfloat16)
+                assert torch.equal(value[1536:], before[1536:]) and not torch.equal(value[:1536], before[:1536])
+            else:
+                fused_adamw(*given)
+                tiles.quantise_tiles(value, wire, boxes, (16, 16), power_of_two, torch.bfloat16)
+            found.append([wire, *(tensor[:1536] for tensor in (value, mean, square, low) if tensor is not None)])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), is_split
+
+
 def check_rows_and_products() -> None:
     """Activations by pieces of rows; products by every configuration."""
     import torch
@@ -157,6 +206,8 @@ def check_compiled() -> None:
 if __name__ == "__main__":
     mend_the_interpreter()
     check_tiles()
+    check_whole_tiles()
+    check_update()
     check_rows_and_products()
     check_conformance()
     check_compiled()

@@ -189,5 +189,5 @@ def test_every_rule_has_a_kernel() -> None:
     entries = [entry for entry in current().registry("optimizer kernel").entries() if entry.full_name.startswith("intarsia-kernels:")]
     assert {entry.op for entry in entries} == {"adamw_update", "adamw_quantised", "newton_schulz", "muon_directions", "muon_apply"}
     for entry in entries:
-        assert entry.needs == ("cuda", "triton") and entry.priority > 0
+        assert set(entry.needs) - {"fp8"} == {"cuda", "triton"} and entry.priority > 0
         assert callable(getattr(updates, entry.op))

@@ -27,6 +27,18 @@ def offer_optimizer_kernels() -> Sequence[KernelEntry]:
             priority=10,
         ),
         KernelEntry(
+            name="quantised_adamw",
+            op="adamw_quantised",
+            target="intarsia_kernels.optimizer.quantised_adamw:adamw_quantised",
+            doc="AdamW in one pass that also writes the new values as float8 for the next gather.",
+            needs=("cuda", "fp8", "triton"),
+            dtypes=("float32", "bfloat16"),
+            bounds={"*@float32": 2e-6, "*@bfloat16": 8e-3},
+            numerics="tolerance",
+            invariant=True,
+            priority=10,
+        ),
+        KernelEntry(
             name="symmetric_newton_schulz",
             op="newton_schulz",
             target="intarsia_kernels.optimizer.newton_schulz:newton_schulz",

@@ -88,8 +88,7 @@ def adamw_quantised(
     power_of_two: bool,
     dtype: torch.dtype,
 ) -> bool:
-    """AdamW of the boxes' elements, which are quantised to `wire` from their values in `dtype`; other elements stay as they are. `boxes`, as those of
-    `intarsia_flexshard.wire`, begin at elements of `value`. True: it is done."""
+    """As `intarsia_optimizers.updates.adamw_quantised`, in one launch."""
     table, _ = tables(boxes, tile, value.device)
     if table is None:
         return True

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from intarsia.contracts import Optimizer
 from intarsia.layout import slices
 from torch import Tensor, nn
 
@@ -38,6 +39,12 @@ class Payload(Protocol):
     def encode(self) -> None:
         """The masters have changed."""
 
+    def encode_values(self) -> None:
+        """The masters have changed, and the optimizer has written what `wire_views` gave."""
+
+    def wire_views(self) -> Any:
+        """What an optimizer needs to write the wire while it updates the masters (see `intarsia_optimizers.wires`); None: there is nothing for it to write."""
+
     def send(self) -> Tensor:
         """This rank's part of the gather, 1-D, `counts[rank]` elements of `dtype`."""
 
@@ -46,6 +53,17 @@ class Payload(Protocol):
 
     def poison(self) -> None:
         """Make every use of the whole parameters read NaN until they are gathered again."""
+
+
+def step_quantising(optimizer: Optimizer, factor: Any, names: Sequence[str], payloads: Sequence[Payload]) -> list[Payload]:
+    """One update of `names`. Returns the payloads whose wires the optimizer has written."""
+    wires = [(payload, views) for payload in payloads if (views := payload.wire_views()) is not None]
+    step = getattr(optimizer, "step_quantising", None)
+    if not wires or step is None:
+        optimizer.step(factor, names)
+        return []
+    written = step(factor, names, [views for _, views in wires])
+    return [payload for payload, views in wires if any(views is each for each in written)]
 
 
 class PlainPayload:
@@ -89,6 +107,11 @@ class PlainPayload:
 
     def encode(self) -> None:
         """Nothing: the masters are cast when they are sent."""
+
+    encode_values = encode
+
+    def wire_views(self) -> None:
+        """Nothing: see `encode`."""
 
     def send(self) -> Tensor:
         """See `Payload.send`."""

@@ -84,18 +84,19 @@ class QuantisedPayload:
         self._expansions: list[tuple[Tensor, Tensor, Tensor]] = []
         self._scales: list[Tensor] = []
         self._sent = [self._part(item) for item in layout.items if item.kind == "values"]
+        self._views = WireViews(self._master, self._wire, layout.boxes[index], tile, power_of_two, dtype)
         self._stand_in = torch.full((), math.nan, dtype=dtype, device=wire.device)
 
     # ------------------------------------------------------------ sending
 
-    def wire_views(self) -> WireViews:
-        """See `WireViews`. Whoever writes the matrices calls `encode_values` and not `encode`."""
-        return WireViews(self._master, self._wire, self.layout.boxes[self._index], self._tile, self._power_of_two, self._compute)
+    def wire_views(self) -> WireViews | None:
+        """See `Payload.wire_views`. None where the masters are on another device."""
+        return self._views if self._master.device == self._wire.device else None
 
     @torch.no_grad()
     def encode(self) -> None:
         """Quantise this rank's shard."""
-        values, wire, *how = self.wire_views()
+        values, wire, *how = self._views
         self._kernels.quantise(values if values.device == wire.device else values.to(wire.device, non_blocking=True), wire, *how)
         self.encode_values()
 

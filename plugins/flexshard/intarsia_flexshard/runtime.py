@@ -34,6 +34,7 @@ from intarsia_flexshard.hooks import Inputs, differentiable, in_backward, untrac
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.memory import grow_pack
 from intarsia_flexshard.parameters import check_fresh, check_split, readers_of, take_place
+from intarsia_flexshard.payload import step_quantising
 from intarsia_flexshard.reduction import Reduction
 from intarsia_flexshard.wire import check_quantisation
 
@@ -286,10 +287,14 @@ class FlexShardModel:
         for bucket in buckets:
             if bucket.halves is not None:
                 bucket.halves.arrive()
+        written: Sequence[Any] = ()
         if names:
-            optimizer.step(factor, names)
+            written = step_quantising(optimizer, factor, names, [bucket.payload for bucket in buckets])
         for bucket in buckets:
-            bucket.payload.encode()
+            if bucket.payload in written:
+                bucket.payload.encode_values()
+            else:
+                bucket.payload.encode()
             if bucket.halves is not None:
                 bucket.halves.leave()
 

@@ -18,7 +18,8 @@ from intarsia_optimizers.config import AdamConfig, AdamWConfig
 from intarsia_optimizers.elementwise import Elementwise, ElementwiseOptimizer, Rule
 from intarsia_optimizers.kernels import choose_kernel
 from intarsia_optimizers.settings import by_decay, check_state_dtype, group_settings
-from intarsia_optimizers.updates import Scalar, Tensors, adam_lists, adamw_update
+from intarsia_optimizers.updates import Box, Scalar, Tensors, adam_lists, adamw_update
+from intarsia_optimizers.wires import Wire, nothing_quantised
 
 if TYPE_CHECKING:
     from intarsia.comm import Communicator
@@ -30,11 +31,12 @@ WHOLE = ("implementation", "state_dtype")
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """What carries out updates: torch's fused kernel (`fused`) or torch's list functions where dtypes are equal, `kernel` for the rest and, where it was asked for by
-    name (`everywhere`), for all."""
+    name (`everywhere`), for all; `quantising` what a sharder sends as float8, where it can."""
 
     fused: bool
     kernel: Callable[..., None]
     everywhere: bool = False
+    quantising: Callable[..., bool] = nothing_quantised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,22 @@ class AdamRule(Rule):
         else:
             self.implementation.kernel(value, low, *states, gradient, step, lr, self.betas, self.eps, self.weight_decay)
 
+    def quantising(
+        self,
+        value: Tensor,
+        low: Tensor | None,
+        states: Sequence[Tensor],
+        gradient: Tensor,
+        step: Tensor | None,
+        lr: Scalar,
+        boxes: tuple[Box, ...],
+        wire: Wire,
+    ) -> bool:
+        """See `Rule.quantising`."""
+        how = (wire.wire, boxes, wire.tile, wire.power_of_two, wire.dtype)
+        update = (value, low, *states, gradient, step, lr, self.betas, self.eps, self.weight_decay)
+        return not self.l2 and self.implementation.quantising(*update, *how)
+
 
 def has_fused(parameters: Sequence[Tensor]) -> bool:
     """Whether torch has fused Adam kernels for these tensors' devices and dtypes; found by running one on one element of each."""
@@ -91,15 +109,17 @@ def choose_implementation(wanted: str, parameters: Sequence[Tensor]) -> Implemen
     held = [parameter for parameter in parameters if parameter.numel()] or [torch.zeros(1)]
     if wanted in ("foreach", "reference"):
         return Implementation(False, adamw_update)
+    quantising = choose_kernel("adamw_quantised", "implementation", "auto", nothing_quantised, held[0].device, held[0].dtype)
     if wanted in ("auto", "fused"):
         fused = has_fused(held)
         if wanted == "fused" and not fused:
             kinds = sorted({f"{parameter.dtype} on {parameter.device}" for parameter in held})
             raise UsageError(f"torch has no fused AdamW for {', '.join(kinds)}. Set optimizer.implementation=auto.")
-        return Implementation(fused, choose_kernel("adamw_update", "implementation", "auto", adamw_update, held[0].device, held[0].dtype))
+        kernel = choose_kernel("adamw_update", "implementation", "auto", adamw_update, held[0].device, held[0].dtype)
+        return Implementation(fused, kernel, quantising=nothing_quantised if wanted == "fused" else quantising)
     words = ("auto", "fused", "foreach")
     return Implementation(
-        False, choose_kernel("adamw_update", "implementation", wanted, adamw_update, held[0].device, held[0].dtype, words), True
+        False, choose_kernel("adamw_update", "implementation", wanted, adamw_update, held[0].device, held[0].dtype, words), True, quantising
     )
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from intarsia_optimizers.runs import Member, Order, Piece, allocate, local_member, pieces_of
-from intarsia_optimizers.updates import Scalar, Tensors, widened
+from intarsia_optimizers.updates import Box, Scalar, Tensors, widened
+from intarsia_optimizers.wires import Part, Wire, part_of
 
 if TYPE_CHECKING:
     from intarsia.parameters import ParameterTable
@@ -44,6 +45,20 @@ class Rule(abc.ABC):
         """Update one flat tensor whose master is split, or whose state is of another dtype."""
         steps = [] if step is None else [step]
         widened(lambda values, gradients, held: self.plain(values, gradients, held, steps, lr), value, low, states, gradient)
+
+    def quantising(
+        self,
+        value: Tensor,
+        low: Tensor | None,
+        states: Sequence[Tensor],
+        gradient: Tensor,
+        step: Tensor | None,
+        lr: Scalar,
+        boxes: tuple[Box, ...],
+        wire: Wire,
+    ) -> bool:
+        """Update the boxes of one flat tensor and quantise them to the wire (see `intarsia_optimizers.wires`), or do nothing and say False."""
+        return False
 
 
 class Counter:
@@ -94,6 +109,7 @@ class _Plan:
     order: list[nn.Parameter]
     counted: list[tuple[Counter, list[str], Tensor | None]]
     splits: bool  # members of one run are counted apart from now on
+    parts: dict[tuple[int, int], Part | None] = dataclasses.field(default_factory=dict)  # by piece and wire
 
 
 class Elementwise:
@@ -134,11 +150,11 @@ class Elementwise:
         return found
 
     @torch.no_grad()
-    def step(self, factor: Scalar, names: Collection[str] | None = None) -> None:
-        """One update of those of `names` (None: all) that have a gradient."""
+    def step(self, factor: Scalar, names: Collection[str] | None = None, wires: Sequence[Wire] = ()) -> list[Wire]:
+        """One update of those of `names` (None: all) that have a gradient. Returns those of `wires` on which everything was quantised."""
         active = [member for member in self._choose(names) if member.parameter.grad is not None]
         if not active:
-            return
+            return []
         changed = [counter.refresh() for counter in self._counters]
         if any(changed):
             self._plans.clear()
@@ -149,11 +165,48 @@ class Elementwise:
         for counter, counted, mask in plan.counted:
             counter.add(counted, mask)
         gradients: list[Tensor] = [parameter.grad for parameter in plan.order]  # type: ignore[misc]
+        written = [0] * len(wires)
         for rule, pieces in plan.work:
+            if wires:
+                pieces = [item for item in pieces if not self._quantise(rule, item, gradients, factor, wires, written, plan)]
             self._update(rule, pieces, gradients, factor)
         if plan.splits:
             # Other plans may hold as one piece what is counted apart now.
             self._plans = {key: plan}
+        return [wire for wire, boxes in zip(wires, written, strict=True) if boxes == sum(box[3] * box[4] > 0 for box in wire.boxes)]
+
+    def _quantise(
+        self,
+        rule: Rule,
+        item: tuple[Piece, slice],
+        gradients: list[Tensor],
+        factor: Scalar,
+        wires: Sequence[Wire],
+        written: list[int],
+        plan: _Plan,
+    ) -> bool:
+        """Update a piece that lies in the shard of one of `wires`, and quantise it; False: that was not possible. `written` counts boxes by wire."""
+        piece, own = item[0], gradients[item[1]]
+        whole = piece.gradient(own)
+        for number, wire in enumerate(wires if whole is not None else ()):
+            key = (id(piece), wire.wire.data_ptr())
+            if key not in plan.parts:
+                plan.parts[key] = part_of(piece, wire)
+            part = plan.parts[key]
+            if part is None:
+                continue
+            assert whole is not None
+            step = self._scalars[piece.members[0].name] if rule.counted else None
+            lr = _rate(rule.lr, factor, piece.value.device)
+            if not rule.quantising(piece.value, piece.low, piece.states, whole, step, lr, part.boxes, wire):
+                return False
+            apart = _apart(piece, own) if part.others else []
+            for place in part.others:
+                value, low, states, gradient = apart[place]
+                rule.special(value, low, states, gradient, step, lr)
+            written[number] += len(part.boxes)
+            return True
+        return False
 
     def _choose(self, names: Collection[str] | None) -> list[Member]:
         key = None if names is None else frozenset(names)
@@ -230,6 +283,10 @@ class ElementwiseOptimizer:
     def step(self, factor: Scalar, names: Collection[str] | None = None) -> None:
         """One update; see `intarsia.contracts.Optimizer`."""
         self._elementwise.step(factor, names)
+
+    def step_quantising(self, factor: Scalar, names: Collection[str] | None, wires: Sequence[Wire]) -> list[Wire]:
+        """As `step`; and returns those of `wires` on which everything was quantised. See `intarsia_optimizers.wires`."""
+        return self._elementwise.step(factor, names, wires)
 
     def learning_rates(self) -> Mapping[str, float]:
         """Base learning rate of each group."""

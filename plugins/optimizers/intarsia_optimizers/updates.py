@@ -1,6 +1,7 @@
 """The update rules as plain torch, on flat tensors: what the optimizers run where no kernel does, and the references that kernels are held to.
 
     adamw_update    one AdamW step of one flat run, split masters and narrow state included
+    adamw_quantised the same for the matrices of a run, which are also quantised for a sharder's next gather
     newton_schulz   the nearest orthogonal matrices of a batch, approximately
     muon_directions, muon_apply     what Muon does to each element before and after that
 
@@ -16,11 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
+from intarsia.ops.scaled_reference import quantise
 from intarsia.parameters import join_master, split_master
 from torch import Tensor
 
 Scalar: TypeAlias = "float | Tensor"
 Tensors: TypeAlias = list[Tensor]
+Box: TypeAlias = tuple[int, int, int, int, int]
 
 # Elements that are widened to float32 at a time: bounds what an update of narrow or split state needs besides the state.
 CHUNK = 2**24
@@ -58,6 +61,37 @@ def adamw_update(
         adam_lists(values, gradients, means, squares, [step], lr, betas, eps, weight_decay)
 
     widened(rule, value, low, [mean, square], gradient)
+
+
+@torch.no_grad()
+def adamw_quantised(
+    value: Tensor,
+    low: Tensor | None,
+    mean: Tensor,
+    square: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    lr: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    wire: Tensor,
+    boxes: Sequence[Box],
+    tile: tuple[int, int],
+    power_of_two: bool,
+    dtype: torch.dtype,
+) -> bool:
+    """`adamw_update` of the elements in `boxes`, which begin at elements of `value`, and their quantised values in `dtype` onto `wire`: see `intarsia_optimizers.wires`. Other
+    elements stay as they are. Returns whether it was done."""
+    scales_at = wire[: wire.numel() // 4 * 4].view(torch.float32)
+    for begin, payload_at, scale_at, rows, columns in boxes:
+        part = slice(begin, begin + rows * columns)
+        half = None if low is None else low[part]
+        adamw_update(value[part], half, mean[part], square[part], gradient[part], step, lr, betas, eps, weight_decay)
+        payload, scales = quantise(value[part].view(rows, columns).to(dtype), tile, power_of_two)
+        wire[payload_at : payload_at + rows * columns].copy_(payload.view(torch.uint8).flatten())
+        scales_at[scale_at : scale_at + scales.numel()].copy_(scales.flatten())
+    return True
 
 
 @torch.no_grad()
