@@ -81,8 +81,8 @@ class Section:
         chosen = (DEBUG_SIZES if self.arguments.debug_sizes else SIZES)[size]
         self.record["model"] = dataclasses.asdict(chosen)
         self.record["opponent"] = opponent_settings(compiled)
-        # Small steps end with all gradients alive: backward updates as it goes.
-        return Setup(chosen, self.world, self.alone, compiled, lr or ADAMW["lr"], dict(self.arguments.ours), early=size == "small")
+        # Where memory is all gradients, or the update a large part of the step, backward updates as it goes.
+        return Setup(chosen, self.world, self.alone, compiled, lr or ADAMW["lr"], dict(self.arguments.ours), early=size in ("small", "fp8"))
 
     def batch(self, setup: Any) -> Any:
         """This process's batch."""

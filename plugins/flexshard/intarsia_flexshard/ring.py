@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from intarsia_flexshard.reduction import Pack
 
 # Buckets share a ring if the largest is at most this many times the smallest.
-SIMILAR = 1.5
+SIMILAR = 1.1
 
 
 @dataclasses.dataclass(eq=False)
