@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from intarsia_flexshard.assign import BucketSpec, member_of
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.halves import WaitingHalves
-from intarsia_flexshard.hooks import Inputs
+from intarsia_flexshard.hooks import Call, Inputs
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.payload import Payload, PlainPayload
 from intarsia_flexshard.plan import Geometry, make_geometry
@@ -60,8 +61,8 @@ class BalancedPlacement:
 class Bucket:
     """One bucket of a sharded model.
 
-    `whole` are the model's own parameters by canonical name, `masters` the local parts. `inside` counts forward calls that are under way, `entered` says that a backward
-    pass is inside, `calls` how many forward calls' backward has still to leave, `open` that a reduction is due. `given` are the inputs of calls under way, `hidden` those of calls whose outputs showed no tensor.
+    `whole` are the model's own parameters by canonical name, `masters` the local parts. `running` are forward calls that are under way (and their inputs), `pending`
+    those whose backward has still to leave; `entered` says that a backward pass is inside, `is_held` that a schedule keeps the bucket whole, `open` that a reduction is due. `hidden` are the inputs of calls whose outputs showed no tensor.
     """
 
     def __init__(
@@ -99,8 +100,9 @@ class Bucket:
         self.gather: Any = None
         self.arrived = lanes.event()
         self.is_flying, self.needs_backward = False, True
-        self.inside, self.calls, self.entered, self.open = 0, 0, False, True
-        self.given: list[Inputs | None] = []
+        self.entered, self.open, self.is_held = False, True, False
+        self.running: list[tuple[Call, Inputs | None]] = []
+        self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
         self.hidden: list[Inputs] = []
 
     # ------------------------------------------------------------ what the bucket is made of
@@ -194,9 +196,21 @@ class Bucket:
     # ------------------------------------------------------------ memory and motion
 
     @property
+    def calls(self) -> int:
+        """Forward calls whose backward has still to leave."""
+        return len(self.pending)
+
+    def forget_calls(self) -> None:
+        """Nobody uses the bucket, and no backward pass is expected."""
+        self.entered, self.is_held = False, False
+        self.running.clear()
+        self.pending.clear()
+        self.hidden.clear()
+
+    @property
     def is_in_use(self) -> bool:
         """Whether somebody may be reading the whole parameters."""
-        return self.inside > 0 or self.entered
+        return bool(self.running) or self.entered or self.is_held
 
     @property
     def is_unsharded(self) -> bool:

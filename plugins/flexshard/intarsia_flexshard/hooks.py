@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from intarsia_flexshard.bucket import Bucket
 
 
 def in_backward() -> bool:
@@ -32,7 +36,7 @@ class Inputs:
     __slots__ = ("__weakref__", "nodes")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.nodes = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
+        self.nodes = [tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
 
 
 def when_known(tensors: Sequence[Tensor], then: Callable[[], None]) -> Inputs:
@@ -59,6 +63,25 @@ def when_known(tensors: Sequence[Tensor], then: Callable[[], None]) -> Inputs:
     for tensor in tensors:
         tensor.register_hook(arrived)
     return found
+
+
+def handled() -> int:
+    """Which exception is being handled; 0 for none."""
+    return id(sys.exc_info()[1]) if sys.exc_info()[1] is not None else 0
+
+
+class Call:
+    """One forward call of a module that drives `bucket`. Calls are numbered as they begin, `epoch` counts updates before it, `handled` is the exception that was being handled then.
+
+    `is_left` says that the backward pass that has entered the call has left it again. What the call computed holds it, and nothing that it was given does: so a
+    call that can have no backward pass any more is gone.
+    """
+
+    __slots__ = ("__weakref__", "bucket", "epoch", "handled", "is_hidden", "is_left", "number")
+
+    def __init__(self, bucket: Bucket, number: int, epoch: int) -> None:
+        self.bucket, self.number, self.epoch, self.handled = bucket, number, epoch, handled()
+        self.is_left = self.is_hidden = False
 
 
 def differentiable(*values: Any) -> list[Tensor]:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +32,7 @@ from intarsia_flexshard.assign import BucketSpec, assign, read_outside
 from intarsia_flexshard.bucket import BalancedPlacement, Bucket, Groups
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.gathers import Gathers, needs_weights
-from intarsia_flexshard.hooks import Inputs, differentiable, in_backward, untraced, when_known
+from intarsia_flexshard.hooks import Call, Inputs, differentiable, handled, in_backward, untraced, when_known
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.memory import grow_pack
 from intarsia_flexshard.parameters import check_fresh, check_split, readers_of, take_place
@@ -132,6 +134,9 @@ class FlexShardModel:
         self._pending: list[Reduction] = []
         self._early: tuple[Optimizer, Any] | None = None
         self._updated: set[Bucket] = set()
+        self._numbers = itertools.count()
+        # Calls that the backward pass is in.
+        self._entered: list[Call] = []
         self._steps = 0
         self.self_contained = False
         self.measure_host, self.host_seconds, self.host_buckets = False, 0.0, 0
@@ -203,13 +208,12 @@ class FlexShardModel:
             if bucket.reduction is not None and (bucket.open or bucket.reduction.has_gradients()):
                 self._reduce(bucket)
             bucket.open = True
-            bucket.entered, bucket.calls, bucket.inside = False, 0, 0
-            bucket.given.clear()
-            bucket.hidden.clear()
+            bucket.forget_calls()
             if self._poison and not bucket.is_kept:
                 bucket.free(True)
         if wait:
             self._complete_all()
+        self._entered.clear()
         self._last, self._any_unsynced = True, False
 
     finalise = finish_gradients
@@ -220,7 +224,9 @@ class FlexShardModel:
             if bucket.reduction is not None:
                 bucket.reduction.forget()
             bucket.open = True
+            bucket.forget_calls()
         self._pending.clear()
+        self._entered.clear()
         self._any_unsynced = False
         if self.lanes.observer is not None:
             self.lanes.observer.clear()
@@ -325,16 +331,19 @@ class FlexShardModel:
         self._driven = driver == "hooks"
 
     def unshard(self, name: str, wait: bool = True) -> None:
-        """Gather a bucket by its name; without `wait` only begin to."""
+        """Gather a bucket by its name; without `wait` only begin to. A bucket that a schedule drives stays until it is resharded: where another one of its slot
+        is unsharded before that, the other gets memory of its own."""
         bucket = self._bucket(name)
         self.gathers.launch(bucket)
+        bucket.is_held = not self._driven
         if wait:
             bucket.settle()
 
     def reshard(self, name: str) -> None:
         """A bucket's memory may be used for others."""
         bucket = self._bucket(name)
-        bucket.entered, bucket.inside = False, 0
+        bucket.entered, bucket.is_held = False, False
+        bucket.running.clear()
         bucket.free(self._poison)
 
     def reduce(self, name: str) -> None:
@@ -391,6 +400,11 @@ class FlexShardModel:
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
             reduction = bucket.reduction
             assert reduction is not None
+            if bucket in self._updated:
+                raise PluginError(
+                    f"Bucket {bucket.name!r} was updated in this backward pass, and there are gradients for it again. Within `update_in_backward` one backward pass "
+                    "reaches each bucket: run the others before it, with set_last_micro_batch(False), or call `update` instead."
+                )
             bucket.open = False
             if len(self._pending) >= PENDING:
                 self._pending.pop(0).complete()
@@ -417,10 +431,11 @@ class FlexShardModel:
                 self.lanes.observer.enter("forward", bucket.name)
             recomputing = in_backward()
             given: Inputs | None = None
+            call = Call(bucket, next(self._numbers), self.gathers.epoch)
             if not recomputing:
-                bucket.entered = False
+                self._end_backward(bucket)
             self.gathers.launch(bucket)
-            bucket.inside += 1
+            bucket.running.append((call, None))
             bucket.settle()
             if not recomputing:
                 self.gathers.prefetch(bucket, 1)
@@ -431,13 +446,13 @@ class FlexShardModel:
                 inputs = differentiable(args, kwargs)
                 if inputs:
                     # Fires when the gradients of all inputs are known. Autograd runs later operations first, so the parameters have theirs by then.
+                    leave = functools.partial(self._leave_known, weakref.ref(call))
                     if len(inputs) == 1:
-                        inputs[0].register_hook(lambda gradient: self._leave(bucket))
+                        given = Inputs(inputs)
+                        inputs[0].register_hook(leave)
                     else:
-                        given = when_known(inputs, lambda: self._leave(bucket))
-                    # A recomputation replaces a call that was counted, or belongs to one that leaves once for each time it is run.
-                    bucket.calls += not recomputing
-            bucket.given.append(given)
+                        given = when_known(inputs, leave)
+                    bucket.running[-1] = (call, given)
             if self.measure_host:
                 self.host_seconds += time.perf_counter() - begin
                 self.host_buckets += 1
@@ -449,26 +464,30 @@ class FlexShardModel:
             if not self._driven:
                 return
             begin = time.perf_counter() if self.measure_host else 0.0
-            bucket.inside = max(bucket.inside - 1, 0)
-            given = bucket.given.pop() if bucket.given else None
+            if not bucket.running:  # The hook before has failed.
+                return
+            call, given = bucket.running.pop()
             hidden = False
-            if torch.is_grad_enabled():
-                epoch = self.gathers.epoch
-                outputs = differentiable(output)
-                for tensor in outputs:
-                    # Before the operation that made the output, and so after what leaves a module that has this output as its input.
-                    node = tensor.grad_fn
-                    # The outputs hold what tells that the inputs' gradients are all known, unless they are inputs themselves.
-                    held = None if given is not None and any(node is other for other in given.nodes) else given
-                    enter = functools.partial(self._enter, bucket, epoch, held)
-                    (tensor.register_hook if node is None else node.register_prehook)(enter)
+            if torch.is_grad_enabled() and handled() == call.handled:
+                # What the call was given and hands on has not been computed by it, and may be reached long after it is left.
+                passed = () if given is None else given.nodes
+                nodes = [tensor.grad_fn for tensor in differentiable(output)]
+                outputs = [node for node in nodes if node is not None and not any(node is other for other in passed)]
+                for node in outputs:
+                    # Before the operation that made the output, and so after what leaves a module that has this output as its input. The outputs hold
+                    # what tells that the inputs' gradients are all known.
+                    node.register_prehook(functools.partial(self._enter, call, given))
                 # An output that hides its tensors could be entered unseen: then the parameters stay.
                 hidden = not outputs and bool(bucket.trained)
                 if not outputs and given is not None:
                     bucket.hidden.append(given)
+                # A recomputation replaces a call that was counted, or belongs to one that leaves once for each time it is run.
+                if (outputs or hidden) and not is_root and not in_backward():
+                    bucket.pending.add(call)
             if hidden:
-                bucket.entered = True
-            elif not (is_root or bucket.entered or bucket.inside or bucket.is_kept) and self._reshard:
+                call.is_hidden = bucket.entered = True
+                self._entered.append(call)
+            elif not (is_root or bucket.entered or bucket.running or bucket.is_kept) and self._reshard:
                 bucket.free(self._poison)
             if self.lanes.observer is not None:
                 self.lanes.observer.leave("forward", bucket.name)
@@ -477,19 +496,31 @@ class FlexShardModel:
 
         return untraced(after_forward)
 
-    def _enter(self, bucket: Bucket, epoch: int, given: Inputs | None, gradient: Any) -> None:
+    def _enter(self, call: Call, given: Inputs | None, gradient: Any) -> None:
         """The backward pass has reached the module's output. `given` is only held."""
         if not self._driven:
             return
-        if epoch != self.gathers.epoch:
+        bucket = call.bucket
+        if call.epoch != self.gathers.epoch:
             raise PluginError(
                 f"Bucket {bucket.name!r}: the parameters were updated between this forward pass and its backward pass, whose gradients would be wrong. "
                 "Run backward before the optimizer steps."
             )
+        if torch.is_grad_enabled() and bucket.slot is not None and not bucket.is_kept:
+            raise PluginError(
+                f"Bucket {bucket.name!r}: this backward pass is itself to be differentiated (create_graph=True), and would find other parameters in the bucket's "
+                "memory then. Set reshard=never for the bucket, or sharder.reshard=never."
+            )
+        # Autograd runs later operations first: what was called after this call has all its gradients, though an input's may come only at the end, or
+        # nobody asks for one.
+        for later in sorted((other for other in self._entered if other.number > call.number), key=lambda other: -other.number):
+            self._leave(later)
         begin = time.perf_counter() if self.measure_host else 0.0
         if self.lanes.observer is not None:
             self.lanes.observer.enter("backward", bucket.name)
-        bucket.open = True
+        bucket.open, call.is_left = True, False
+        if call not in self._entered and "" not in bucket.drivers:
+            self._entered.append(call)
         if bucket.needs_backward:
             self.gathers.launch(bucket)
             bucket.entered = True
@@ -498,14 +529,33 @@ class FlexShardModel:
         if self.measure_host:
             self.host_seconds += time.perf_counter() - begin
 
-    def _leave(self, bucket: Bucket) -> None:
-        """The backward pass has produced the gradients of one call's inputs."""
-        bucket.calls = max(bucket.calls - 1, 0)
+    def _leave_known(self, known: weakref.ref[Call], gradient: Any = None) -> None:
+        """All gradients of a call's inputs are known."""
+        call = known()
+        if call is not None and not call.is_left:
+            self._leave(call)
+
+    def _close(self, call: Call) -> Bucket:
+        """The backward pass has done with a call."""
+        bucket, call.is_left = call.bucket, True
+        bucket.pending.discard(call)
+        if call in self._entered:
+            self._entered.remove(call)
+        bucket.entered = any(other.bucket is bucket for other in self._entered)
+        return bucket
+
+    def _end_backward(self, bucket: Bucket) -> None:
+        """A forward call of `bucket` begins outside of a backward pass: the last one has left all calls, those included that no other call's backward came after."""
+        for call in [other for other in self._entered if not other.is_hidden or other.bucket is bucket]:
+            self._close(call)
+
+    def _leave(self, call: Call) -> None:
+        """The backward pass has produced all gradients of one call."""
+        bucket = self._close(call)
         if not self._driven:
             return
         begin = time.perf_counter() if self.measure_host else 0.0
-        bucket.entered = False
-        if not bucket.is_kept and self._reshard:
+        if not (bucket.is_kept or bucket.is_in_use) and self._reshard:
             bucket.free(self._poison)
         # The bucket before is there already, and this one's slot is free.
         self.gathers.prefetch(bucket, -1, 1)
