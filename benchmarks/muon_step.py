@@ -134,6 +134,7 @@ class Owned:
         from intarsia.layout import Layout, Member
         from intarsia.mesh import Mesh
         from intarsia.parameters import ParameterInfo, ParameterTable
+        from intarsia_flexshard.assign import newton_schulz_cost
         from intarsia_optimizers.config import MuonConfig
         from intarsia_optimizers.muon import build
         from intarsia_placements.owned import OwnedPlacement
@@ -147,7 +148,7 @@ class Owned:
         for name in shapes:
             layers.setdefault(name.rsplit(".", 1)[0], []).append(name)
         for names in layers.values():
-            members = [Member(name, shapes[name], cost=flops(shapes[name])) for name in names]
+            members = [Member(name, shapes[name], cost=newton_schulz_cost(shapes[name])) for name in names]
             partition = OwnedPlacement().partition_balanced(members, world.size, loads)
             mine = []
             for member, regions in zip(members, partition.regions, strict=True):

@@ -132,14 +132,15 @@ def member_of(info: Info, shape: Sequence[int] | None = None, owners: str = "ele
 def newton_schulz_cost(shape: Sequence[int]) -> float:
     """FLOPs of the update of a tensor by Muon, memory traffic counted as the FLOPs that it takes the time of.
 
-    A step on an m x n matrix, m <= n, multiplies X X^T (2 m^2 n), A A (2 m^3) and B X (2 m^2 n); a stack of matrices is as many of them, anything with fewer than
-    two dimensions or more than three only moves its elements.
+    Steps on an m x n matrix, m <= n, that stay with its Gram matrix A = X X^T multiply that once (m^2 n, a symmetric product being half of a whole one), then symmetric m x m
+    matrices (m^3: four products a step, one in the last), and apply the result to X (2 m^2 n): a long side costs far less than it does where every step takes the whole matrix. A stack
+    of matrices is as many of them; anything with fewer than two dimensions or more than three only moves its elements.
     """
     traffic = float(FLOPS_PER_ELEMENT * math.prod(shape))
     if len(shape) not in (2, 3):
         return traffic
     low, high = sorted(shape[-2:])
-    return traffic + math.prod(shape[:-2]) * NEWTON_SCHULZ_STEPS * float(4 * low * low * high + 2 * low**3)
+    return traffic + math.prod(shape[:-2]) * float(3 * low * low * high + (4 * NEWTON_SCHULZ_STEPS - 3) * low**3)
 
 
 # ---------------------------------------------------------------- who claims what

@@ -87,9 +87,9 @@ def _lengths(name: str, shape: Sequence[int], split: SplitConfig, whole: int) ->
 
 
 def flops(box: Box, steps: int) -> float:
-    """Floating-point operations of Newton-Schulz on the matrix `box`."""
+    """Floating-point operations of Newton-Schulz on the matrix `box`, on its Gram matrix with symmetric products: the long side is met twice, to make that and to apply the polynomial."""
     short, long = sorted(box.size[-2:])
-    return float(steps * (4 * short * short * long + 2 * short**3))
+    return float(3 * short * short * long + (4 * steps - 3) * short**3)
 
 
 @dataclasses.dataclass(frozen=True)
