@@ -10,11 +10,11 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from intarsia.comm import Communicator
-from intarsia.contracts import ALIGNMENT_BYTES, Box, Placement, Region
+from intarsia.contracts import ALIGNMENT_BYTES, Box, Member, Partition, Placement, Region
 from intarsia.errors import PluginError, UsageError
 from intarsia.layout import DTYPE_BYTES, Layout, build_layouts, region_numel, whole_region
 from intarsia.mesh import Mesh
@@ -319,6 +319,13 @@ class Bucket:
             "bucket": self.name,
             "members": [[info.name, list(info.shape), info.trainable] for info in self.infos],
             "dtypes": [str(self.master_dtype), str(self.compute_dtype), self.spec.reduce],
+            "axes": [list(self.spec.axes), list(self.spec.replicas)],
+        }
+
+    def sizes(self) -> dict[str, Any]:
+        """What the ranks of the bucket's groups must agree on: others may have other pieces of what was cut before."""
+        return {
+            "bucket": self.name,
             "gather": self.geometry.facts(),
             "wire": list(self.payload.counts),
             "reduce": self.reduction.geometry.facts() if self.reduction is not None else [],
@@ -342,10 +349,10 @@ def lay_out(
     origins, shapes = [], []
     outer_groups: dict[Any, list[ParameterInfo]] = {}
     for info in infos:
-        outer_groups.setdefault(tuple((axis, size) for axis, size, _ in info.outer), []).append(info)
+        outer_groups.setdefault(tuple((axis, size, placement == "replicate") for axis, size, placement in info.outer), []).append(info)
     pieces: dict[str, Box] = {}
     for parameters in outer_groups.values():
-        outer = list(parameters[0].outer)
+        outer = _outer_steps(parameters)
         members = [dataclasses.replace(member_of(info, owners=config.owners), tile=_tile(spec, info, config)) for info in parameters]
         held, layouts = build_layouts(members, outer), build_layouts(members, [*outer, *inner])
         for info in parameters:
@@ -367,6 +374,37 @@ def lay_out(
             row.append(tuple(Box(tuple(a - o for a, o in zip(box.start, origin, strict=True)), box.size) for box in boxes))
         regions.append(row)
     return shapes, regions, is_cut
+
+
+class OuterCuts:
+    """One step of cuts before data parallelism, in which each parameter has a placement of its own (columns of one matrix, rows of the next)."""
+
+    def __init__(self, placements: Mapping[str, Placement]) -> None:
+        self._placements = dict(placements)
+        distinct = {id(placement): placement for placement in self._placements.values()}
+        self.name = " or ".join(dict.fromkeys(placement.name for placement in distinct.values()))
+        self.accepts: Literal["box", "region"] = "box" if any(each.accepts == "box" for each in distinct.values()) else "region"
+
+    def partition(self, members: Sequence[Member], ranks: int) -> Partition:
+        """See `intarsia.contracts.Placement`."""
+        chosen: dict[int, list[int]] = {}
+        for index, member in enumerate(members):
+            chosen.setdefault(id(self._placements[member.name]), []).append(index)
+        regions: list[tuple[Region, ...]] = [()] * len(members)
+        for indices in chosen.values():
+            answer = self._placements[members[indices[0]].name].partition([members[index] for index in indices], ranks)
+            for index, row in zip(indices, answer.regions, strict=True):
+                regions[index] = row
+        return Partition(tuple(members), ranks, tuple(regions))
+
+
+def _outer_steps(parameters: Sequence[ParameterInfo]) -> list[Any]:
+    """The outer cuts of parameters that are cut over the same axes, as steps for all of them."""
+    steps: list[Any] = []
+    for number, (axis, size, placement) in enumerate(parameters[0].outer):
+        cuts = {info.name: info.outer[number][2] for info in parameters}
+        steps.append((axis, size, placement if placement == "replicate" else OuterCuts(cuts)))  # type: ignore[arg-type]
+    return steps
 
 
 def _tile(spec: BucketSpec, info: ParameterInfo, config: FlexShardConfig) -> tuple[int, ...] | None:

@@ -93,6 +93,8 @@ class FlexShard:
         materialise_buffers(model, mesh.device, table.seed)
         # Also a meeting: no rank gathers before every rank's shards are filled.
         comm.agree([bucket.facts() for bucket in buckets], "the bucket plan")
+        for group in dict.fromkeys(group for bucket in buckets for group in (bucket.groups.gather, bucket.groups.replicas)):
+            group.agree([bucket.sizes() for bucket in buckets if group in bucket.groups], "the bucket plan")
         return FlexShardModel(model, table, buckets, config, lanes, comm)
 
     def _groups(self, specs: Sequence[BucketSpec], mesh: Mesh) -> dict[tuple[tuple[str, ...], tuple[str, ...]], Groups]:
