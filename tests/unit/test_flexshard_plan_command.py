@@ -20,7 +20,9 @@ from intarsia.mesh import Mesh, check_mesh
 from intarsia.parameters import ParameterTable
 from intarsia.train.groups import freeze
 from intarsia_eager.context import TrainContext
+from intarsia_flexshard import runtime
 from intarsia_flexshard.accounting import BucketBytes, Slots, count_gathers
+from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.plan_command import processes
 from intarsia_flexshard.planning import Plan, make_plan, optimizer_slots
 from intarsia_flexshard.report import count_text, size_text
@@ -65,7 +67,35 @@ CASES = {
         "parameter_groups.0.match=tok*,norm*,layers.[012].*,layers.3.att*,layers.3.feed_forward.w[13]*",
     ),
     "replicas": ("mesh.dp_replicate=2", "sharder.placement=flat"),
+    "float8": ("sharder.payload=fp8", "precision.compute=bfloat16", "sharder.placement=flat"),
+    "float8 in small tiles, by owners": (
+        *("sharder.payload=fp8", "precision.compute=bfloat16", "sharder.placement=owned", "sharder.tile=(16,32)", "sharder.master=split"),
+    ),
+    "float8 in blocks, kept": ("sharder.payload=fp8", "sharder.placement=block", "sharder.reshard=never"),
+    "the host's halves": ("sharder.master=split", "precision.compute=bfloat16", "sharder.placement=row", "sharder.offload=low"),
+    "the host's shards": ("sharder.offload=cpu", "sharder.placement=flat", "sharder.reshard=after 3"),
+    "mixed": ("sharder.placement=mixed", "sharder.payload=fp8", "precision.compute=bfloat16"),
+    "a bucket that stays": (
+        *("sharder.placement=flat", "sharder.buckets.0.name=kept", "sharder.buckets.0.match=layers.1.attention"),
+        *("sharder.buckets.0.reshard=never", "sharder.buckets.0.payload=fp8", "precision.compute=bfloat16"),
+    ),
 }
+
+
+class OnDevice(Lanes):
+    """What memory is laid out for on a device, without one."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.on_device = True
+
+    def event(self) -> None:
+        """None."""
+
+
+def sent_by(bucket: Any) -> torch.Tensor | None:
+    """What a bucket's shard is brought into before it is gathered."""
+    return bucket.payload._wire if bucket.spec.payload == "fp8" else bucket.payload._cast
 
 
 def packs_of(found: Any) -> list[Any]:
@@ -73,18 +103,30 @@ def packs_of(found: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_plan_is_what_the_runtime_allocates(overrides: tuple[str, ...], world: int) -> None:
+@pytest.mark.parametrize(("world", "on_device"), [(2, True), (4, False)])
+def test_the_plan_is_what_the_runtime_allocates(
+    overrides: tuple[str, ...], world: int, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_device:
+        monkeypatch.setattr(runtime, "Lanes", OnDevice)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **how: empty(*sizes, **how))
     recipe = recipe_of(*overrides)
-    plan = make_plan(recipe, check_mesh(recipe.mesh, world), plugins.current(), on_device=False)
+    plan = make_plan(recipe, check_mesh(recipe.mesh, world), plugins.current(), on_device)
     for rank in range(world):
         model, found = sharded(recipe, rank, world)
         masters = sum(bucket.shard.nbytes + (bucket.low.nbytes if bucket.low is not None else 0) for bucket in found.buckets)
+        low = sum(bucket.low.nbytes for bucket in found.buckets if bucket.halves is not None)
         slots = {id(bucket.slot): bucket.slot for bucket in found.buckets if bucket.slot is not None}
-        staged = {(slot.staging.numel(), slot.buffer.numel()) for slot in slots.values()}
-        whole = sum(slot.buffer.nbytes for slot in slots.values()) + sum(size for size, _ in staged)
-        assert plan.ranks[rank].masters == masters
-        assert plan.ranks[rank].whole == whole
+        staged = {id(slot.staging): slot.staging.nbytes for slot in slots.values()}
+        whole = sum(slot.buffer.nbytes for slot in slots.values()) + sum(staged.values())
+        planned = plan.ranks[rank]
+        assert planned.away == low and (low > 0) == ("sharder.offload=low" in overrides)
+        assert (planned.host >= masters and planned.masters == 0) if "sharder.offload=cpu" in overrides else planned.masters == masters
+        assert planned.whole == whole
+        sent = sum(tensor.nbytes for bucket in found.buckets if (tensor := sent_by(bucket)) is not None)
+        assert planned.cast == sent
         packs = {
             pack.buffer.untyped_storage()._cdata: pack.buffer.untyped_storage().nbytes() for pack in packs_of(found) if pack.slot is None
         }
@@ -189,7 +231,11 @@ def test_fp8_payloads_are_half_of_bfloat16_and_their_scales() -> None:
         for payload in ("plain", "fp8")
     )
     for before, after in zip(plain.buckets, fp8.buckets, strict=True):
-        assert 0.5 <= sum(after.gather) / sum(before.gather) <= 0.51 and after.whole < 0.51 * before.whole
+        assert 0.5 <= sum(after.gather) / sum(before.gather) <= 0.51
+        whole = "root" if after.spec.is_root else "read as float8"
+        assert after.whole == pytest.approx({"root": 1.0, "read as float8": 0.51}[whole] * before.whole, rel=0.02), (
+            "losses read the head as it is"
+        )
         assert sum(after.reduce) == sum(before.reduce), "gradients travel as they are"
 
 

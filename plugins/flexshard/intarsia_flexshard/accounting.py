@@ -14,9 +14,8 @@ from intarsia.layout import DTYPE_BYTES, region_numel
 
 from intarsia_flexshard.assign import BucketSpec
 from intarsia_flexshard.plan import Geometry
+from intarsia_flexshard.wire import Wire, plan_arrival
 
-# Elements that share a scale of four bytes in a quantised payload.
-TILE = 128 * 128
 # Buffers for packed gradients.
 PACKS = 2
 # The slot of whole parameters that lends its memory to gradients may be made this much larger for it; memory comes in multiples of so many bytes.
@@ -52,7 +51,8 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class BucketBytes:
-    """One bucket. `pack` is what its packed gradients take as they were computed, `received` those of other ranks that arrive; `gather` and `reduce` are what a rank receives in one of them, `replicas` what it receives in the sum over replicas and uncut shards."""
+    """One bucket. `low` are the low halves of split masters that wait in the host's memory for most of a step (they are in `masters`, too); `cast` what is sent where that is not the masters themselves; `pack` is what its packed gradients take as they
+    were computed, `received` those of other ranks that arrive; `gather` and `reduce` are what a rank receives in one of them, `replicas` what it receives in the sum over replicas and uncut shards."""
 
     spec: BucketSpec
     is_cut: bool
@@ -60,6 +60,7 @@ class BucketBytes:
     held: tuple[int, ...]
     counts: tuple[int, ...]
     masters: tuple[int, ...]
+    low: tuple[int, ...]
     cast: tuple[int, ...]
     gradients: tuple[int, ...]
     slots: tuple[int, ...] | None
@@ -89,35 +90,48 @@ class BucketBytes:
 
     @property
     def padding(self) -> float:
-        """What of the gathered buffer is no parameter, in parts of it."""
+        """What of a shard is no parameter, in parts of it."""
         return 1.0 - sum(self.held) / sum(self.counts) if sum(self.counts) else 0.0
 
 
 def measure(
-    spec: BucketSpec, geometry: Geometry, reduction: Geometry, is_cut: bool, replicas: Sequence[int], settings: Settings
+    spec: BucketSpec,
+    geometry: Geometry,
+    reduction: Geometry,
+    is_cut: bool,
+    replicas: Sequence[int],
+    settings: Settings,
+    wire: Wire | None = None,
+    read: Sequence[bool] = (),
 ) -> BucketBytes:
     """The numbers of one bucket.
 
     `geometry` has the members in the runtime's order, trained ones first; `reduction` those alone. `replicas` are the sizes of the groups over which sums are made
-    after the exchange.
+    after the exchange. A quantised bucket has a `wire`, and `read` says which members are read as float8.
     """
     compute, reduce = DTYPE_BYTES[spec.compute], DTYPE_BYTES[spec.reduce]
     master = 2 if settings.is_split else DTYPE_BYTES[settings.master]
     gradient = 4 if settings.is_split else master
-    is_same = spec.compute == ("bfloat16" if settings.is_split else settings.master) and spec.offload == "none"
-    is_alias = not is_cut and is_same and spec.payload == "plain"
+    is_same = spec.compute == ("bfloat16" if settings.is_split else settings.master) and spec.offload != "cpu"
+    is_alias = not is_cut and is_same and wire is None
     names = [info.name for info in sorted(spec.infos, key=lambda info: not info.trainable)]
     held = [[region_numel(region) for region in row] for row in geometry.regions]
-    trained = len(reduction.shapes)
+    trained, total = len(reduction.shapes), geometry.total
     kept = any(start is not None for start in geometry.starts)
     is_bare = trained == 1 and reduction.starts[0] == 0 and reduction.total == reduction.elements
-    wire = reduce if settings.is_accumulating else compute
+    travelling = reduce if settings.is_accumulating else compute
+    arrival = None if wire is None else plan_arrival(wire, read, compute)
+    if wire is not None and arrival is not None:
+        sent, whole, staged = wire.counts, arrival.whole, arrival.staged
+    else:
+        sent = tuple(count * compute for count in geometry.counts)
+        whole, staged = ((total if kept else 0) + geometry.copied) * compute, 0 if kept else total * compute
     slots = None
     if settings.slots is not None:
         slots = tuple(
             sum(_slots(settings.slots.get(name), count) for name, count in zip(names[:trained], row, strict=False)) for row in held
         )
-    group, total = len(geometry.counts), geometry.total
+    group = len(geometry.counts)
     parts = group if group > 2 and not settings.on_device else group - 1
     return BucketBytes(
         spec=spec,
@@ -126,24 +140,20 @@ def measure(
         held=tuple(map(sum, held)),
         counts=geometry.counts,
         masters=tuple(count * (master + 2 * settings.is_split) for count in geometry.counts),
-        cast=tuple(0 if is_same else count * compute for count in geometry.counts),
+        low=tuple(2 * count * (settings.is_split and spec.offload == "low") for count in geometry.counts),
+        cast=tuple(0 if is_same and wire is None else size for size in sent),
         gradients=tuple(count * gradient for count in reduction.counts),
         slots=slots,
         accumulated=reduction.elements * reduce if settings.is_accumulating else 0,
-        whole=0 if is_alias else _on_wire(spec, (total if kept else 0) + geometry.copied),
-        staged=0 if is_alias or kept else _on_wire(spec, total),
+        whole=0 if is_alias else whole,
+        staged=0 if is_alias else staged,
         pack=0 if is_bare else reduction.total * compute,
         received=tuple(0 if is_bare or not is_cut else parts * count * compute for count in reduction.counts),
-        gather=tuple(_on_wire(spec, total - count) if is_cut else 0 for count in geometry.counts),
-        reduce=tuple((group - 1) * count * wire if is_cut else 0 for count in reduction.counts),
+        gather=tuple(sum(sent) - size if is_cut else 0 for size in sent),
+        reduce=tuple((group - 1) * count * travelling if is_cut else 0 for count in reduction.counts),
         # A ring's sum: every rank receives each part once to add and once to have.
         replicas=tuple(sum(2 * (size - 1) * count * gradient // size for size in replicas) for count in reduction.counts),
     )
-
-
-def _on_wire(spec: BucketSpec, count: int) -> int:
-    """Bytes of `count` elements as they are gathered; of quantised ones the scales of whole tiles are reckoned."""
-    return count * DTYPE_BYTES[spec.compute] if spec.payload == "plain" else count + 4 * -(-count // TILE)
 
 
 def _slots(slots: Slots | None, held: int) -> int:
@@ -172,7 +182,8 @@ def count_gathers(
 
 @dataclasses.dataclass(frozen=True)
 class RankBytes:
-    """One rank. `optimizer` is None where it is unknown; `host` is what of masters, gradients and optimizer lives in the host's memory, and is not in the others."""
+    """One rank. `optimizer` is None where it is unknown; `host` is what lives in the host's memory: masters, gradients and optimizer state of `offload=cpu`, which are not in the others, and the
+    copies of low halves, whose own memory `away` is given back by the time when activations are at their most."""
 
     masters: int
     cast: int
@@ -182,6 +193,7 @@ class RankBytes:
     whole: int
     pack: int
     host: int
+    away: int
     gather: int
     reduce: int
     replicas: int
@@ -194,7 +206,7 @@ class RankBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """`count` slots of `whole` bytes and one staging buffer. `may_lend`: backward leaves it first, and needs nothing else of it."""
+    """`count` slots of `whole` bytes, and what is staged for one of them. `may_lend`: backward leaves it first, and needs nothing else of it."""
 
     count: int
     whole: int
@@ -211,7 +223,7 @@ def rank_bytes(
     settings: Settings,
 ) -> RankBytes:
     """What a rank at `places[b]` of bucket b's group has; `reductions` is how many reductions each bucket has in a step."""
-    sums = dict.fromkeys(("masters", "cast", "gradients", "optimizer", "host", "gather", "reduce", "replicas"), 0)
+    sums = dict.fromkeys(("masters", "cast", "gradients", "optimizer", "host", "away", "gather", "reduce", "replicas"), 0)
     is_known = True
     for bucket, place, count in zip(buckets, places, gathers, strict=True):
         is_known &= bucket.slots is not None
@@ -222,6 +234,8 @@ def rank_bytes(
         }
         for name, size in state.items():
             sums["host" if bucket.spec.offload == "cpu" else name] += size
+        sums["away"] += bucket.low[place]
+        sums["host"] += bucket.low[place]
         sums["cast"] += bucket.cast[place]
         sums["gather"] += bucket.gather[place] * count
         sums["reduce"] += bucket.reduce[place] * reductions
@@ -243,7 +257,9 @@ def _buffers(buckets: Sequence[BucketBytes], places: Sequence[int], rings: Seque
     received = aligned(max((size for _, size in packed), default=0))
     wanted = count * pack + (min(count, 1) if settings.on_device else count) * received
     lender = next((ring for ring in rings if ring.may_lend and wanted <= LENT * ring.whole), None)
-    whole = sum(ring.count * aligned(max(ring.whole, wanted * (ring is lender))) + aligned(ring.staged) for ring in rings)
+    # On a device the gathering stream orders all uses of a ring's staging buffer, and one will do.
+    whole = sum(ring.count * aligned(max(ring.whole, wanted * (ring is lender))) for ring in rings)
+    whole += sum((1 if settings.on_device else ring.count) * aligned(ring.staged) for ring in rings)
     beside = 0 if lender is not None else wanted
     if settings.is_accumulating and any(bucket.spec.reduce != bucket.spec.compute for bucket, _ in packed):
         # Accumulated gradients are wider, and get packs of their own when they are first sent.

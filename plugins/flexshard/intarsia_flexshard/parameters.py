@@ -39,8 +39,14 @@ def readers_of(info: ParameterInfo, modules: Mapping[str, nn.Module]) -> list[Ow
     return [(modules[owner], attribute) for owner, _, attribute in places]
 
 
-def check_split(table: ParameterTable, specs: Sequence[BucketSpec]) -> None:
-    """Raise UsageError where masters cannot be split."""
+def check_masters(is_split: bool, table: ParameterTable, specs: Sequence[BucketSpec]) -> None:
+    """Raise UsageError where masters cannot be split as asked, or halves that are not there would be moved."""
+    if not is_split:
+        if any(spec.offload == "low" for spec in specs):
+            raise UsageError(
+                "offload=low moves the low halves of split masters, and there are none. Set sharder.master=split, or offload=none."
+            )
+        return
     if table.dtype != "float32" or any(spec.compute != "bfloat16" for spec in specs):
         raise UsageError(
             f"sharder.master=split keeps float32 masters as bfloat16 and 16 more bits, but precision.master is {table.dtype} and precision.compute "

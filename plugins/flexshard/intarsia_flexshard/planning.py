@@ -23,8 +23,11 @@ from intarsia_flexshard.assign import BucketSpec, assign, read_outside
 from intarsia_flexshard.bucket import BalancedPlacement, lay_out
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.gathers import needs_weights
+from intarsia_flexshard.parameters import check_masters, readers_of
 from intarsia_flexshard.plan import make_geometry
+from intarsia_flexshard.quantised import reads_payload
 from intarsia_flexshard.ring import group, slots_needed
+from intarsia_flexshard.wire import check_quantisation, make_wire, tile_of
 
 # Elements up to which an optimizer is built on the CPU to see its state, where it cannot be built on the meta device.
 CHEAP = 2**24
@@ -67,7 +70,10 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_dev
     table = ParameterTable.from_model(model, precision.master, precision.compute, precision.reduce, train.seed)
     modules = dict(model.named_modules(remove_duplicate=False))
     running = [name for name, module in modules.items() if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))]
-    specs = assign(config, table.values(), model.regions().blocks, running, table.compute, table.reduce, read_outside(model))
+    outside = read_outside(model)
+    specs = assign(config, table.values(), model.regions().blocks, running, table.compute, table.reduce, outside)
+    check_quantisation(config.tile, config.scales)
+    check_masters(config.master == "split", table, specs)
     slots, optimizer = optimizer_slots(recipe, model, table, plugins)
     data_ranks = sizes["dp_replicate"] * sizes["dp_shard"]
     settings = Settings(
@@ -78,7 +84,10 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_dev
         slots=slots,
         on_device=on_device,
     )
-    buckets, placements = cut(specs, table, sizes, settings, config, plugins)
+    read = {
+        info.name: not {info.name, *info.aliases} & set(outside) and reads_payload(readers_of(info, modules)) for info in table.values()
+    }
+    buckets, placements = cut(specs, table, sizes, settings, config, plugins, read)
     only = [not any(needs_weights(modules[name]) for name in spec.modules) for spec in specs]
     places, rings = lay_rings(buckets, only)
     gathers = count_gathers(buckets, places, settings.micro_batches, only)
@@ -108,8 +117,9 @@ def cut(
     settings: Settings,
     config: FlexShardConfig,
     plugins: Plugins,
+    read: Mapping[str, bool],
 ) -> tuple[list[BucketBytes], list[str]]:
-    """Each bucket's numbers and its placement's name."""
+    """Each bucket's numbers and its placement's name. `read` says which parameters are read as float8 where they are gathered so."""
     # Buckets are cut along axes that cut nothing else, so that any rank's view of them has the sizes of all.
     mesh: Any = MeshPlace(sizes, dict.fromkeys(sizes, 0))
     table.mesh = mesh
@@ -130,7 +140,10 @@ def cut(
         reduction = make_geometry(shapes[:trained], [row[:trained] for row in regions], alignment)
         replicas = [math.prod(sizes[axis] for axis in spec.replicas)]
         replicas += [] if is_cut else [math.prod(sizes[axis] for axis in spec.axes)]
-        buckets.append(measure(spec, geometry, reduction, is_cut, replicas, settings))
+        wire = None
+        if spec.payload == "fp8":
+            wire = make_wire(geometry, [tile_of(info.shape, config.tile) for info in infos], DTYPE_BYTES[spec.compute])
+        buckets.append(measure(spec, geometry, reduction, is_cut, replicas, settings, wire, [read[info.name] for info in infos]))
     return buckets, names
 
 

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from intarsia.contracts import ALIGNMENT_BYTES, Box
+from intarsia.contracts import Box
 from intarsia.layout import slices
 from torch import Tensor, nn
 
 from intarsia_flexshard.plan import Geometry
 from intarsia_flexshard.tiles import FORMAT, best_tiles
-from intarsia_flexshard.wire import Item, QuantisedBox, Wire
+from intarsia_flexshard.wire import Item, QuantisedBox, Wire, aligned, plan_arrival
 
 # Where a module keeps a parameter: itself, and the name of the attribute.
 Owner = tuple[nn.Module, str]
@@ -69,17 +69,8 @@ class QuantisedPayload:
         self._tile, self._power_of_two = tile, power_of_two
         self._kernels = best_tiles(wire.device.type)
         self._read = [reads_payload(each) for each in owners]
-        total = sum(layout.counts)
-        lasting = [item for item in layout.items if item.kind == "values" or self._read[item.member]]
-        adjoining = [item for item in lasting if item.start is not None]
-        # What arrived stays where most of it is read there; otherwise all of it is copied, and what arrived is in memory that others use as well.
-        self._keeps_arrival = 2 * sum(item.bytes for item in adjoining) > total
-        self._copied = [item for item in lasting if not (self._keeps_arrival and item.start is not None)]
-        self._dequantised = [member for member, item in _matrices(layout) if not self._read[member]]
-        sizes = [item.bytes for item in self._copied]
-        sizes += [math.prod(geometry.shapes[member]) * dtype.itemsize for member in self._dequantised]
-        self.whole_bytes = (total if self._keeps_arrival else 0) + sum(map(_aligned, sizes))
-        self.staged_bytes = 0 if self._keeps_arrival else total
+        self._arrival = plan_arrival(layout, self._read, dtype.itemsize)
+        self.whole_bytes, self.staged_bytes = self._arrival.whole, self._arrival.staged
         self._copies: list[tuple[list[Tensor], list[Tensor]]] = []
         self._expansions: list[tuple[Tensor, Tensor, Tensor]] = []
         self._scales: list[Tensor] = []
@@ -124,19 +115,19 @@ class QuantisedPayload:
     def bind(self, buffer: Tensor, staging: Tensor) -> None:
         """See `Payload.bind`."""
         total = sum(self.counts)
-        self.arrival = buffer[:total] if self._keeps_arrival else staging[:total]
-        position = total if self._keeps_arrival else 0
+        self.arrival = buffer[:total] if self._arrival.stays else staging[:total]
+        position = total if self._arrival.stays else 0
 
         def take(size: int) -> Tensor:
             nonlocal position
-            position += _aligned(size)
-            return buffer[position - _aligned(size) :][:size]
+            position += aligned(size)
+            return buffer[position - aligned(size) :][:size]
 
         wholes = {
             (item.member, item.kind): self.arrival[item.start :][: item.bytes] for item in self.layout.items if item.start is not None
         }
         pairs: list[tuple[Tensor, Tensor]] = []
-        for item in self._copied:
+        for item in self._arrival.copied:
             wholes[item.member, item.kind] = take(item.bytes)
             pairs += _copies(item, wholes[item.member, item.kind], self.arrival)
         self._copies = [([target for target, _ in each], [source for _, source in each]) for each in _by_dtype(pairs)]
@@ -186,10 +177,6 @@ class QuantisedPayload:
 
 def _matrices(layout: Wire) -> list[tuple[int, Item]]:
     return [(item.member, item) for item in layout.items if item.kind == "payload"]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _typed(arrival: Tensor, offset: int, box: Box, dtype: torch.dtype) -> Tensor:

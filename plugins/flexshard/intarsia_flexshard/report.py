@@ -22,6 +22,7 @@ HELD = (
     ("whole", "whole parameters"),
     ("pack", "packed gradients"),
     ("device", "together"),
+    ("away", "given back while activations are at their most"),
     ("host", "in the host's memory"),
 )
 MOVED = (("gather", "gathers"), ("reduce", "reductions"), ("replicas", "sums over replicas"))
@@ -185,6 +186,7 @@ def _bucket_json(plan: Plan, bucket: BucketBytes, number: int) -> dict[str, Any]
         "elements",
         "held",
         "masters",
+        "low",
         "cast",
         "gradients",
         "slots",

@@ -35,7 +35,7 @@ from intarsia_flexshard.gathers import Gathers, needs_weights
 from intarsia_flexshard.hooks import Call, Inputs, differentiable, handled, in_backward, untraced, when_known
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.memory import grow_pack
-from intarsia_flexshard.parameters import check_fresh, check_split, readers_of, take_place
+from intarsia_flexshard.parameters import check_fresh, check_masters, readers_of, take_place
 from intarsia_flexshard.payload import step_quantising
 from intarsia_flexshard.reduction import Reduction
 from intarsia_flexshard.wire import check_quantisation
@@ -71,12 +71,7 @@ class FlexShard:
         readers = {info.name: [] if {info.name, *info.aliases} & set(outside) else readers_of(info, modules) for info in table.values()}
         lanes, groups = Lanes(mesh.device), self._groups(specs, mesh)
         is_split = config.master == "split"
-        if is_split:
-            check_split(table, specs)
-        elif any(spec.offload == "low" for spec in specs):
-            raise UsageError(
-                "offload=low moves the low halves of split masters, and there are none. Set sharder.master=split, or offload=none."
-            )
+        check_masters(is_split, table, specs)
         loads: dict[tuple[str, ...], list[float]] = {}
         buckets = []
         for spec in specs:

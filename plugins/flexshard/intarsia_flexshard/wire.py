@@ -88,6 +88,36 @@ class Wire:
         return [list(self.counts), [[item.member, item.kind, list(item.shape), item.width, item.start] for item in self.items]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """Where a rank has what it received. `stays`: in the gathered bytes themselves, out of which what does not adjoin there is `copied`; else all of it is, and the gathered
+    bytes lie in memory that others use as well. `whole` are the bytes of all that stays, ordinary parameters that were dequantised included; `staged` those of the shared memory."""
+
+    stays: bool
+    copied: tuple[Item, ...]
+    whole: int
+    staged: int
+
+
+def plan_arrival(layout: Wire, read: Sequence[bool], width: int) -> Arrival:
+    """`read[m]`: whether every reader of member m takes it as float8. `width` is the compute dtype's bytes."""
+    total = sum(layout.counts)
+    lasting = [item for item in layout.items if item.kind == "values" or read[item.member]]
+    adjoining = [item for item in lasting if item.start is not None]
+    # What arrived stays where most of it is read there.
+    stays = 2 * sum(item.bytes for item in adjoining) > total
+    copied = tuple(item for item in lasting if not (stays and item.start is not None))
+    sizes = [item.bytes for item in copied]
+    sizes += [math.prod(item.shape) * width for item in layout.items if item.kind == "payload" and not read[item.member]]
+    whole = (total if stays else 0) + sum(aligned(size) for size in sizes)
+    return Arrival(stays, copied, whole, 0 if stays else total)
+
+
+def aligned(size: int) -> int:
+    """At least `size` bytes, so that what comes after begins where every kernel likes it."""
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 @dataclasses.dataclass
 class _Rank:
     """One rank's bytes, as they are laid out. `placed` has (member, kind) -> where it begins, from the rank's own beginning."""
