@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from intarsia.ops.scaled_reference import dequantise, quantise
 from intarsia.ops.scaled_reference import scaled_linear as reference
-from intarsia_kernels.fp8 import linear, products, tiles
+from intarsia_kernels.fp8 import products, tiles
 from intarsia_kernels.fp8.linear import scaled_linear
 from intarsia_kernels.optimizer import quantised_adamw
 from intarsia_kernels.optimizer.adamw import fused_adamw
@@ -93,9 +92,9 @@ def time_products(tokens: int, outputs: int, inputs: int, sweep: bool) -> dict[s
     }
     (x8, x_scales), (grad8, grad_scales) = tiles.quantise_rows(x), tiles.quantise_rows(grad)
     found["quantise x"] = microseconds([lambda: tiles.quantise_rows(x)] * 8)
-    found["transpose"] = microseconds([lambda q=q: tiles.transpose(q) for q, _ in narrow])
+    found["transpose"] = microseconds([lambda q=q, s=s: tiles.transpose(q, s) for q, s in narrow])
     found["transpose by torch"] = microseconds([lambda q=q: q.view(torch.uint8).t().contiguous() for q, _ in narrow])
-    turned = [(tiles.transpose(q), s.t().contiguous()) for q, s in narrow]
+    turned = [tiles.transpose(q, s) for q, s in narrow]
     exact_x, exact_grad = dequantise(x8, x_scales.t(), (1, 128), torch.float32), dequantise(grad8, grad_scales.t(), (1, 128), torch.float32)
     exact_w = dequantise(*narrow[0], TILE, torch.float32)
     exact = exact_x @ exact_w.t(), exact_grad @ exact_w
@@ -243,15 +242,7 @@ def time_block(tokens: int) -> dict[str, Any]:
         return block(x, [lambda x, h=h, q=q, s=s: scaled_linear(x, h, q, s) for h, (q, s) in zip(handles, narrow, strict=True)])
 
     found: dict[str, Any] = {}
-    variants: list[tuple[str, Any, Any, Any, bool]] = [
-        ("bf16", plain, wide, (), False),
-        ("float8", float8, handles, (narrow,), False),
-        ("float8, rows traced", float8, handles, (narrow,), True),
-    ]
-    chosen = linear.TRACED_ROWS
-    for name, function, leaves, others, traced in variants:
-        linear.TRACED_ROWS = traced
-        torch._dynamo.reset()
+    for name, function, leaves, others in (("bf16", plain, wide, ()), ("float8", float8, handles, (narrow,))):
         compiled = torch.compile(function, fullgraph=True)
 
         def run(compiled: Any = compiled, leaves: Any = leaves, others: Any = others) -> Any:
@@ -264,7 +255,6 @@ def time_block(tokens: int) -> dict[str, Any]:
         kernels = {event.key[:60]: [event.count, event.self_device_time_total] for event in profile.key_averages()}
         kernels = dict(sorted(kernels.items(), key=lambda item: -item[1][1])[:24])
         found[name] = {"us": microseconds([run] * 2), "kernels": kernels}
-    linear.TRACED_ROWS = chosen
     return found
 
 

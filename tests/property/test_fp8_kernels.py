@@ -161,8 +161,10 @@ def check_rows_and_products() -> None:
         wanted, wanted_scales = quantise(x, (1, 128))
         assert torch.equal(payload[:rows].view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scales[:, :rows].t(), wanted_scales)
         assert payload.shape[0] % 4 == 0 and not payload[rows:].float().any()
-        turned = tiles.transpose(payload)
+        tiled = torch.randn(-(-payload.shape[0] // 128), -(-columns // 128), generator=generator)
+        turned, turned_scales = tiles.transpose(payload, tiled)
         assert torch.equal(turned.view(torch.uint8), payload.view(torch.uint8).t()) and turned.is_contiguous()
+        assert torch.equal(turned_scales, tiled.t()) and turned_scales.is_contiguous()
     x, weight = torch.randn(70, 256, generator=generator), torch.randn(384, 256, generator=generator)
     (x8, x_scales), (payload, scales) = tiles.quantise_rows(x), quantise(weight, (128, 128))
     exact = dequantise(x8, x_scales.t(), (1, 128), torch.float64)[:70] @ dequantise(payload, scales, (128, 128), torch.float64).t()
@@ -203,6 +205,30 @@ def check_compiled() -> None:
     assert [sum("quantise_rows" in str(node.target) for node in graph.graph.nodes) for graph in graphs] == [1, 1]
 
 
+def check_shared() -> None:
+    """Layers that read one activation quantise it once, also without a compiler; what has changed is quantised again, and nothing outlives its activation."""
+    import torch
+    from intarsia.ops.scaled_reference import quantise
+    from intarsia_kernels.fp8 import linear
+
+    calls, quantise_rows = [], linear.quantise_rows
+    linear.quantise_rows = lambda x: calls.append(x.shape) or quantise_rows(x)  # type: ignore[assignment, func-returns-value]
+    payload, scales = quantise(torch.randn(128, 256), (128, 128))
+    handle, x = torch.zeros(()).expand(128, 256), torch.randn(2, 4, 256)
+    one, other = (linear.scaled_linear(x, handle, payload, scales) for _ in range(2))
+    assert len(calls) == 1 and torch.equal(one, other)
+    x.mul_(2)
+    torch.testing.assert_close(linear.scaled_linear(x, handle, payload, scales), 2 * one)
+    assert len(calls) == 2
+    with torch.inference_mode():
+        inside = torch.randn(4, 256)
+        linear.scaled_linear(inside, handle, payload, scales)
+    assert len(calls) == 3 and linear._shared._found is not None
+    del x
+    assert linear._shared._found is None
+    linear.quantise_rows = quantise_rows
+
+
 if __name__ == "__main__":
     mend_the_interpreter()
     check_tiles()
@@ -211,3 +237,4 @@ if __name__ == "__main__":
     check_rows_and_products()
     check_conformance()
     check_compiled()
+    check_shared()

@@ -8,18 +8,16 @@ Shape suffixes: N rows (any leading dimensions), I input and O output features, 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
-from intarsia.ops.scaled_reference import FORMAT, LARGEST, SMALLEST
 from torch import Tensor
 
-from intarsia_kernels.fp8 import products, tiles
-from intarsia_kernels.fp8.tiles import PIECE, quantise_rows
+from intarsia_kernels.fp8 import products
+from intarsia_kernels.fp8.tiles import PIECE, quantise_rows, transpose
 
 TILE = (128, 128)
-TRACED_ROWS = False
-"""Whether a compiler sees how activations are quantised, and so does it in the kernels that compute them."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -37,36 +35,48 @@ def _(x_NK: Tensor, x_scales_kN: Tensor, weight_OK: Tensor, weight_scales_ok: Te
     return x_NK.new_empty(rows, weight_OK.shape[0], dtype=dtype)
 
 
-def traced_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """As `quantise_rows`, of a multiple of 4 rows and of 128 columns, in torch's own operations."""
-    pieces_MkC = x_MK.unflatten(1, (-1, PIECE)).float()
-    scales_Mk = pieces_MkC.abs().amax(-1).clamp_min(SMALLEST) / LARGEST
-    payload_MkC = (pieces_MkC * scales_Mk.reciprocal().unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(FORMAT)
-    return payload_MkC.flatten(1), scales_Mk.t().contiguous()
+class _Shared:
+    """The activation quantised last, for other layers that read it: queries, keys and values, or a gate and what it gates. Kept while the activation itself lives.
+
+    A compiler finds common work itself; within a CUDA graph everything that a replay needs is recorded anew.
+    """
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[Tensor] | None = None
+        self._facts: tuple[Any, ...] = ()
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`quantise_rows` of x [..., I]."""
+        if torch.compiler.is_compiling() or x.is_inference() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return quantise_rows(x.detach().reshape(-1, x.shape[-1]))
+        facts = (x._version, x.data_ptr(), torch.cuda.current_stream(x.device) if x.is_cuda else None)
+        if self._found is None or self._of is None or self._of() is not x or self._facts != facts:
+            self._found, self._facts = quantise_rows(x.detach().reshape(-1, x.shape[-1])), facts
+            self._of = weakref.ref(x, self._forget)
+        return self._found
+
+    def _forget(self, dead: Any) -> None:
+        if self._of is dead:
+            self._found = self._of = None
 
 
-def _rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    if TRACED_ROWS and torch.compiler.is_compiling() and x_MK.shape[0] % 4 == 0 and x_MK.shape[1] % PIECE == 0:
-        return traced_rows(x_MK)
-    return quantise_rows(x_MK)
-
-
-@torch.library.custom_op("intarsia::fp8_transpose", mutates_args=())
-def transpose(payload_OI: Tensor) -> Tensor:
-    """The payload [I, O], contiguous."""
-    return tiles.transpose(payload_OI)
-
-
-@transpose.register_fake
-def _(payload_OI: Tensor) -> Tensor:
-    return payload_OI.new_empty(payload_OI.shape[1], payload_OI.shape[0])
+_shared = _Shared()
 
 
 class _ScaledLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, payload_OI: Tensor, scales_oi: Tensor, bias_O: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_NI: Tensor,
+        weight_OI: Tensor,
+        payload_OI: Tensor,
+        scales_oi: Tensor,
+        bias_O: Tensor | None,
+        x_scaled: Tensor,
+        x_scales: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(x_NI, payload_OI, scales_oi)
-        x_scaled, x_scales = _rows(x_NI)
         y_NO = product(x_scaled, x_scales, payload_OI, scales_oi, x_NI.dtype, x_NI.shape[0])
         return y_NO if bias_O is None else y_NO + bias_O
 
@@ -76,17 +86,18 @@ class _ScaledLinear(torch.autograd.Function):
         grad_NO, needs = grads[0], ctx.needs_input_grad
         grad_x = None
         if needs[0]:
-            grad_scaled, grad_scales = _rows(grad_NO)
-            grad_x = product(grad_scaled, grad_scales, transpose(payload_OI), scales_oi.t().contiguous(), x_NI.dtype, grad_NO.shape[0])
+            grad_scaled, grad_scales = quantise_rows(grad_NO)
+            grad_x = product(grad_scaled, grad_scales, *transpose(payload_OI, scales_oi), x_NI.dtype, grad_NO.shape[0])
         grad_weight = grad_NO.t() @ x_NI if needs[1] else None
-        return grad_x, grad_weight, None, None, grad_NO.sum(0) if needs[4] else None
+        return grad_x, grad_weight, None, None, grad_NO.sum(0) if needs[4] else None, None, None
 
 
 def scaled_linear(
     x_NI: Tensor, weight_OI: Tensor, payload_OI: Tensor, scales_oi: Tensor, bias_O: Tensor | None = None, tile: tuple[int, int] = (128, 128)
 ) -> Tensor:
     """As `intarsia.ops.scaled_linear`, with activations and their gradients in float8 too."""
-    y_NO = _ScaledLinear.apply(x_NI.reshape(-1, x_NI.shape[-1]), weight_OI, payload_OI, scales_oi, bias_O)
+    x_scaled, x_scales = _shared.rows(x_NI)
+    y_NO = _ScaledLinear.apply(x_NI.reshape(-1, x_NI.shape[-1]), weight_OI, payload_OI, scales_oi, bias_O, x_scaled, x_scales)
     return y_NO.view(*x_NI.shape[:-1], y_NO.shape[-1])
 
 

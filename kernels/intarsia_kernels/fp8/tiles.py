@@ -310,19 +310,28 @@ def _(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _transpose(payload_pointer, out_pointer, rows, columns, BLOCK: tl.constexpr):
+def _transpose(payload_pointer, out_pointer, scales_pointer, scales_out_pointer, rows, columns, BLOCK: tl.constexpr):
     row, column = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
     a, b = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     payload_pointer += row.to(tl.int64) * columns + column
     out_pointer += column.to(tl.int64) * rows + row
     block = tl.load(payload_pointer + (a * columns + b), mask=(row + a < rows) & (column + b < columns), other=0)
     tl.store(out_pointer + (a * rows + b), tl.trans(block), mask=(column + a < columns) & (row + b < rows))
+    scale = tl.load(scales_pointer + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1))
+    tl.store(scales_out_pointer + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), scale)
 
 
-def transpose(payload_OI: Tensor) -> Tensor:
-    """[I, O], contiguous."""
+@torch.library.custom_op("intarsia::fp8_transpose", mutates_args=())
+def transpose(payload_OI: Tensor, scales_oi: Tensor) -> tuple[Tensor, Tensor]:
+    """Payload [I, O] and scales [i, o], contiguous, of a payload with scales for tiles of 128 x 128."""
     rows, columns = payload_OI.shape
-    out = torch.empty(columns, rows, dtype=torch.uint8, device=payload_OI.device)
     grid = (triton.cdiv(rows, PIECE), triton.cdiv(columns, PIECE))
-    _transpose[grid](payload_OI.view(torch.uint8), out, rows, columns, BLOCK=PIECE, num_warps=8)
-    return out.view(FORMAT)
+    out = torch.empty(columns, rows, dtype=torch.uint8, device=payload_OI.device)
+    scales = torch.empty(grid[1], grid[0], dtype=scales_oi.dtype, device=payload_OI.device)
+    _transpose[grid](payload_OI.view(torch.uint8), out, scales_oi.contiguous(), scales, rows, columns, BLOCK=PIECE, num_warps=8)
+    return out.view(FORMAT), scales
+
+
+@transpose.register_fake
+def _(payload_OI: Tensor, scales_oi: Tensor) -> tuple[Tensor, Tensor]:
+    return payload_OI.new_empty(payload_OI.shape[::-1]), scales_oi.new_empty(scales_oi.shape[::-1])
