@@ -19,7 +19,7 @@ from intarsia_kernels.optimizer.launch import ALIGNED, Launch, Launcher
 MOST = 8
 """Contributions of one launch; more are added to the sum of the first eight, seven at a time."""
 
-BLOCK, WARPS, CONTIGUOUS, EVICT = 2048, 4, 4, ""
+BLOCK, WARPS, CONTIGUOUS, EVICT = 1024, 4, 4, ""
 """Elements of a program, its warps, neighbours of a thread, and what the cache is told: the fastest by `benchmarks/elementwise_gpu.py`."""
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
