@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 import sys
 import weakref
 from collections.abc import Iterator
@@ -14,13 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import chz
 import pytest
 import torch
 from intarsia.comm import FakeCommunicator, SelfCommunicator
 from intarsia.contracts import ALIGNMENT_BYTES, Box, Member, OptimizerGroup, Partition
 from intarsia.errors import PluginError, UsageError
-from intarsia.layout import build_layouts, region_numel
 from intarsia.mesh import Mesh
 from intarsia.train.state import OptimizerState
 from intarsia_flexshard import payload as payload_module
@@ -30,7 +29,7 @@ from intarsia_flexshard.tiles import Tiles, dequantise_tiles, quantise_tiles
 from intarsia_models_common.build import Linear
 from intarsia_optimizers import muon
 from intarsia_optimizers.config import MuonConfig
-from intarsia_placements.config import Block, Column, Flat, Mixed, MixedRule, Owned, Row
+from intarsia_placements.config import Column, Flat, Mixed, MixedRule, Owned, Row
 from intarsia_testing.doubles import MemoryStorage
 from intarsia_testing.stateful import OverStorage
 from torch import Tensor, nn
@@ -40,8 +39,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from _scenarios import Layer, Made, SlabPlacement, Slabs, Stack, WithForeign, on_meta, random, shard
 from _sharded import placements
 from _shards import Shards, layouts_of, placement
-
-TWO = FakeCommunicator(0, 2)
 
 
 def two(rank: int = 0) -> FakeCommunicator:
@@ -123,7 +120,7 @@ def test_a_model_is_sharded_once() -> None:
         shard(model.layers[1], two())
     parts = on_meta(Stack)
     shard(parts.layers[0], two())
-    with pytest.raises(UsageError, match="Stack is sharded already, wholly or in part: 'layers.0.norm.weight' is in the bucket 'root'"):
+    with pytest.raises(UsageError, match=r"Stack is sharded already, wholly or in part: 'layers.0.norm.weight' is in the bucket 'root'"):
         shard(parts, two(), blocks=parts.blocks)
     four = FakeCommunicator(3, 4)
     made = shard(on_meta(Stack), four, mesh={"dp_replicate": 2}, offload="cpu")
@@ -253,8 +250,8 @@ def test_members_of_several_placements_share_one_collective() -> None:
             assert whole.shape == parameter.shape
 
 
-def test_one_rank_starts_from_the_values_of_every_other_number_of_ranks() -> None:
-    """[8] and [18]: a tensor that tensor parallelism has cut before is known by its place in the whole, and stays there under every inner placement."""
+def test_what_was_cut_before_is_known_by_its_place_in_the_whole() -> None:
+    """[18] A tensor that tensor parallelism has cut before is known by its place in the whole, and stays there under every inner placement."""
     cut = ((("tp", 2, placement("row"))),)
     for name, config in placements().items():
         if name in ("mixed", "replicate"):
@@ -383,6 +380,7 @@ def test_a_compiled_block_is_one_graph_without_collectives() -> None:
     made = shard(model, two(), blocks=model.blocks)
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True, dynamic=False)
+    seen = 0
     for step in range(3):
         model(random(2, 8, seed=step)).sum().backward()
         made.sharded.finish_gradients()
@@ -560,8 +558,28 @@ def test_a_stage_keeps_nothing_that_it_received(driver: str, reshard: str, no_co
     assert {calls for what, calls in made.calls().items() if what.startswith("reduce")} == {3}
 
 
-def test_a_member_of_uneven_shares_has_its_rows_and_no_others() -> None:
-    """[36] Of four blocks the second rank has three; of one it has none."""
-    layouts = build_layouts([Member("w", (8, 3))], [("dp_shard", 2, SlabPlacement(Slabs(shares=(1, 3))))])
-    assert [region_numel(layouts["w"].local(rank)) for rank in range(2)] == [6, 18]
-    assert chz.asdict(Block()) and isinstance(TWO, FakeCommunicator)
+# ---------------------------------------------------------------- the table
+
+TESTS = Path(__file__).parents[1]
+PLACES = {
+    "S1": "unit/test_flexshard_scenarios.py",
+    "S2": "distributed/test_flexshard_scenarios.py",
+    "S4": "distributed/test_flexshard_scenarios.py",
+    "gpu": "gpu/test_flexshard_gpu.py",
+    "assign": "unit/test_flexshard_assign.py",
+    "quantised": "unit/test_flexshard_quantised.py",
+    "muon": "unit/test_optimizers_muon.py",
+}
+
+
+def test_the_table_has_every_scenario_and_its_tests_exist() -> None:
+    text = (TESTS.parent / "docs" / "reference" / "flexshard-scenarios.md").read_text()
+    rows = [row.split(" | ") for row in text.splitlines() if re.match(r"\| \d+ \|", row)]
+    assert sorted(int(row[0].strip("| ")) for row in rows) == list(range(1, 43))
+    for row in rows:
+        named = re.findall(r"`([\w/.]+)(?:::|\[)(\w+)\]?`", row[2])
+        assert named, row[0]
+        for place, test in named:
+            source = (TESTS / PLACES.get(place, place)).read_text()
+            function = {"S2": f"case_{test}", "S4": f"case4_{test}"}.get(place, test)
+            assert f"def {function}(" in source, (row[0], place, test)
