@@ -205,12 +205,12 @@ def time_update() -> dict[str, Any]:
         "AdamW": microseconds([lambda: fused_adamw(high, *given)] * 4),
         "quantise": microseconds([lambda: tiles.quantise_tiles(high, wires[0], boxes, TILE, False, DTYPE)] * 4),
     }
-    chosen = quantised_adamw.BLOCK
-    for block in (1024, 4096, chosen):
-        quantised_adamw.BLOCK = block
+    chosen = quantised_adamw.BLOCK, quantised_adamw.STAGES
+    for block, stages in ((2048, 1), (4096, 1), (1024, 2), (1024, 3), (1024, 4), (2048, 2), (2048, 3)):
+        quantised_adamw.BLOCK, quantised_adamw.STAGES = block, stages
         run = functools.partial(quantised_adamw.adamw_quantised, high, *given, wires[1], boxes, TILE, False, DTYPE)
-        took[f"AdamW that quantises, {block} at a time"] = microseconds([run] * 4)
-    quantised_adamw.BLOCK = chosen
+        took[f"AdamW that quantises, {block} at a time, {stages} stages"] = microseconds([run] * 4)
+    quantised_adamw.BLOCK, quantised_adamw.STAGES = chosen
     least = min(value for name, value in took.items() if "quantises" in name)
     return {
         **found,

@@ -20,14 +20,14 @@ from intarsia_kernels.optimizer.adamw import supports as supports_adamw
 from intarsia_kernels.optimizer.blocks import read_master, write_master
 from intarsia_kernels.optimizer.launch import Launcher
 
-BLOCK, WARPS = 2048, 8
+BLOCK, WARPS, STAGES = 2048, 8, 1
 
 
 @triton.jit(do_not_specialize=["boxes"], do_not_specialize_on_alignment=["step", "lr"])
 def _adamw_tiles(
     value, low, mean, square, gradient, payload, scales, table,
     boxes, step, lr, log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay,
-    SPLIT: tl.constexpr, LOADED: tl.constexpr, TILE_O: tl.constexpr, TILE_I: tl.constexpr, ROWS: tl.constexpr, BOXES: tl.constexpr,
+    SPLIT: tl.constexpr, LOADED: tl.constexpr, TILE_O: tl.constexpr, TILE_I: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BOXES: tl.constexpr,
     COMPUTE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     at, payload_at, scale_at, columns, _, _ = find_box(table, boxes, tl.program_id(0), BOXES, TILE_O, TILE_I, True)
@@ -44,7 +44,8 @@ def _adamw_tiles(
     # Four at a time: what a thread reads of the widest is what it writes of all.
     i = tl.max_contiguous(tl.arange(0, TILE_I), 4)[None, :]
     largest = tl.zeros([ROWS, TILE_I], dtype=tl.int32)
-    for first in range(0, TILE_O, ROWS):
+    # Rows of one tile are nobody else's: later ones may be read before earlier ones are written.
+    for first in tl.range(0, TILE_O, ROWS, num_stages=STAGES):
         offsets = (first + o) * columns + i
         w = read_master(value, low, offsets, 0, SPLIT, True)
         g = tl.load(gradient + offsets).to(tl.float32)
@@ -107,7 +108,7 @@ def adamw_quantised(
     )
     rows = max(1, min(tile[0], BLOCK // tile[1]))
     constants = (
-        *(low is not None, loaded, *tile, rows, triton.next_power_of_2(table.boxes)),
+        *(low is not None, loaded, *tile, rows, STAGES, triton.next_power_of_2(table.boxes)),
         *(TRITON_DTYPES[dtype], LARGEST, SMALLEST, power_of_two),
     )
     tensors = (value, value if low is None else low, mean, square, gradient, wire.view(FORMAT), scales, table.rows)
