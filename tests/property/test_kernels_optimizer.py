@@ -138,8 +138,10 @@ def check_muon() -> None:
         results = []
         for rule in (muon.directions, muon_directions):
             kept, out = [each.clone() for each in momenta], [torch.full((size,), math.nan, dtype=into) for size in sizes]
-            rule(kept, gradients, out, 0.95, nesterov)
+            squares = rule(kept, gradients, out, 0.95, nesterov)
             results.append((torch.cat(kept).float(), torch.cat(out).float()))
+            if squares is not None:
+                torch.testing.assert_close(squares, torch.stack([each.float().square().sum() for each in out]), rtol=1e-5, atol=1e-6)
         for found, expected, is_narrow in zip(*results, (narrow, into == torch.bfloat16), strict=True):
             torch.testing.assert_close(found, expected, rtol=2**-7 if is_narrow else 1e-5, atol=1e-6)
 
@@ -213,6 +215,10 @@ def check_products() -> None:
         powers = torch.exp2(torch.floor(torch.log2(norms)) + 1)
         torch.testing.assert_close(factors, powers / norms)
         assert torch.equal(out, (matrices.float() * (256.0 / powers[:, None, None])).half())
+        again, of_norms = torch.full_like(out, math.nan), torch.full_like(factors, math.nan)
+        scale.normalised(matrices, again, of_norms, 256.0, 1e-7, norms.square())
+        assert torch.equal(again, out)
+        torch.testing.assert_close(of_norms, factors)
 
 
 def check_signatures() -> None:

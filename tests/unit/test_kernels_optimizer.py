@@ -81,6 +81,10 @@ def test_any_number_of_steps(steps: int, compensated: bool) -> None:
 def test_batches_are_matrices_one_by_one_and_zeros_stay_zeros() -> None:
     matrices = torch.stack([spectra(64, 160)["random"], 1e-6 * spectra(64, 160)["spiked"], torch.zeros(64, 160)])
     together = newton_schulz(matrices.bfloat16(), 5, COEFFICIENTS, EPS, torch.bfloat16)
+    squares = matrices.bfloat16().float().square().sum((1, 2))
+    for rule in (newton_schulz, updates.newton_schulz):
+        plain, told = (rule(matrices.bfloat16(), 5, COEFFICIENTS, EPS, torch.bfloat16, each) for each in (None, squares))
+        torch.testing.assert_close(plain, told, rtol=0.05, atol=0.01)
     for matrix, found in zip(matrices.bfloat16(), together, strict=True):
         alone = newton_schulz(matrix[None].clone(), 5, COEFFICIENTS, EPS, torch.bfloat16)[0]
         torch.testing.assert_close(found, alone, rtol=2e-2, atol=2e-3)

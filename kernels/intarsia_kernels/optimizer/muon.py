@@ -43,7 +43,7 @@ def _pick(which, p0, p1, p2, p3, p4, p5, p6, p7, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _direction(momentum, gradient, out, left, fresh, NESTEROV: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+def _direction(momentum, gradient, out, square, left, fresh, NESTEROV: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     # Four at a time: what a thread reads of the widest is what it writes of all, and nothing moves between threads.
     offsets = tl.max_contiguous(tl.arange(0, BLOCK), 4)
     g = read(gradient, offsets, left, WHOLE).to(tl.float32)
@@ -52,12 +52,15 @@ def _direction(momentum, gradient, out, left, fresh, NESTEROV: tl.constexpr, BLO
     write(momentum, offsets, left, m.to(momentum.dtype.element_ty), WHOLE)
     if NESTEROV:
         m += fresh * (g - m)
-    write(out, offsets, left, m.to(out.dtype.element_ty), WHOLE)
+    direction = m.to(out.dtype.element_ty)
+    write(out, offsets, left, direction, WHOLE)
+    rounded = direction.to(tl.float32)
+    tl.store(square, tl.sum(rounded * rounded, axis=0))
 
 
 @triton.jit(do_not_specialize=["n", "blocks"])
 def _directions(
-    m0, m1, m2, m3, m4, m5, m6, m7, g0, g1, g2, g3, g4, g5, g6, g7, o0, o1, o2, o3, o4, o5, o6, o7,
+    m0, m1, m2, m3, m4, m5, m6, m7, g0, g1, g2, g3, g4, g5, g6, g7, o0, o1, o2, o3, o4, o5, o6, o7, squares,
     n, blocks, fresh, COUNT: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     which = tl.program_id(0) // blocks
@@ -67,9 +70,9 @@ def _directions(
     gradient = _pick(which, g0, g1, g2, g3, g4, g5, g6, g7, COUNT) + base
     out = _pick(which, o0, o1, o2, o3, o4, o5, o6, o7, COUNT) + base
     if left == BLOCK:  # Without a mask, so that accesses are wide whatever n is.
-        _direction(momentum, gradient, out, left, fresh, NESTEROV, BLOCK, True)
+        _direction(momentum, gradient, out, squares + tl.program_id(0), left, fresh, NESTEROV, BLOCK, True)
     else:
-        _direction(momentum, gradient, out, left, fresh, NESTEROV, BLOCK, False)
+        _direction(momentum, gradient, out, squares + tl.program_id(0), left, fresh, NESTEROV, BLOCK, False)
 
 
 @triton.jit
@@ -105,8 +108,8 @@ def _apply(
 _launch_directions, _launch_apply = Launcher(_directions, WARPS), Launcher(_apply, WARPS)
 
 
-def _launches(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], int, int]]:
-    """Neighbours of equal size, at most eight: eight tensors of each list (the first one again where there are fewer), how many they are, and their size."""
+def _launches(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], slice, int]]:
+    """Neighbours of equal size, at most eight: eight tensors of each list (the first one again where there are fewer), which they are, and their size."""
     begin = 0
     while begin < len(lists[0]):
         size, end = lists[0][begin].numel(), begin + 1
@@ -115,18 +118,24 @@ def _launches(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], int, int
         if size:
             yield (
                 [tensor for tensors in lists for tensor in (*tensors[begin:end], *[tensors[begin]] * (MOST - end + begin))],
-                end - begin,
+                slice(begin, end),
                 size,
             )
         begin = end
 
 
 @torch.no_grad()
-def directions(momenta: Sequence[Tensor], gradients: Sequence[Tensor], out: Sequence[Tensor], momentum: float, nesterov: bool) -> None:
-    """As `intarsia_optimizers.updates.muon_directions`, in float32."""
-    for tensors, count, size in _launches(momenta, gradients, out):
-        blocks = -(-size // BLOCK)
-        _launch_directions(blocks * count, tensors, (size, blocks, 1.0 - momentum), (count, nesterov, BLOCK), size)
+def directions(momenta: Sequence[Tensor], gradients: Sequence[Tensor], out: Sequence[Tensor], momentum: float, nesterov: bool) -> Tensor:
+    """As `intarsia_optimizers.updates.muon_directions`, in float32. Sums of squares are those of blocks, then of them, each in one order."""
+    squares = torch.zeros(len(out), dtype=torch.float32, device=out[0].device)
+    for tensors, which, size in _launches(momenta, gradients, out):
+        blocks, count = -(-size // BLOCK), which.stop - which.start
+        of_blocks = torch.empty(count, blocks, dtype=torch.float32, device=squares.device)
+        _launch_directions(
+            blocks * count, [*tensors, of_blocks], (size, blocks, 1.0 - momentum), (count, nesterov, BLOCK), size
+        )  # fmt: skip
+        torch.sum(of_blocks, 1, out=squares[which])
+    return squares
 
 
 @torch.no_grad()
@@ -140,8 +149,8 @@ def apply(
 ) -> None:
     """As `intarsia_optimizers.updates.muon_apply`, in float32."""
     loaded = isinstance(lr, Tensor)
-    for tensors, count, size in _launches(values, values if lows is None else lows, updates):
-        blocks = -(-size // BLOCK)
+    for tensors, which, size in _launches(values, values if lows is None else lows, updates):
+        blocks, count = -(-size // BLOCK), which.stop - which.start
         scalars = (size, blocks, lr if loaded else float(lr), float(scale), float(weight_decay))
         _launch_apply(blocks * count, tensors, scalars, (count, lows is not None, loaded, BLOCK), size)
 

@@ -68,6 +68,7 @@ def newton_schulz(
     coefficients: Coefficients,
     eps: float,
     dtype: torch.dtype,
+    squares_B: Tensor | None = None,
     *,
     product: Product = symmetric_product,
     compensated: bool | None = None,
@@ -77,7 +78,7 @@ def newton_schulz(
 
     `product`, `compensated` (hand on what is lost; None: where it pays) and `dropped` are for comparisons.
     """
-    x_BMN, factors_B = _scaled(batch_BMN, eps)
+    x_BMN, factors_B = _scaled(batch_BMN, eps, squares_B)
     tall = x_BMN.shape[1] > x_BMN.shape[2]
     short, long = sorted(x_BMN.shape[1:])
     if not steps:
@@ -90,7 +91,9 @@ def newton_schulz(
     return _by_segments(x_BMN, factors_B, tall, lengths, coefficients, product, HANDED_ON if compensated else 0, dropped[1])
 
 
-def supports(batch_BMN: Tensor, steps: int, coefficients: Coefficients, eps: float, dtype: torch.dtype) -> str | None:
+def supports(
+    batch_BMN: Tensor, steps: int, coefficients: Coefficients, eps: float, dtype: torch.dtype, squares_B: Tensor | None = None
+) -> str | None:
     """Why a call cannot be taken."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in float16, which is less exact than {dtype}"
@@ -104,16 +107,17 @@ def supports(batch_BMN: Tensor, steps: int, coefficients: Coefficients, eps: flo
 newton_schulz.supports = supports  # type: ignore[attr-defined]
 
 
-def _scaled(batch_BMN: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """X_SCALE G / p in float16, contiguous, and f = p / max(norm(G), eps), with p the power of two above what it is divided by."""
+def _scaled(batch_BMN: Tensor, eps: float, squares_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """X_SCALE G / p in float16, contiguous, and f = p / max(norm(G), eps), with p the power of two above what it is divided by. `squares_B` are the norms' squares, where known."""
     out_BMN = torch.empty(batch_BMN.shape, dtype=torch.float16, device=batch_BMN.device)
     if batch_BMN.is_cuda and has_triton() and batch_BMN.is_contiguous():
         from intarsia_kernels.optimizer import scale
 
         factors_B = torch.empty(batch_BMN.shape[0], dtype=torch.float32, device=batch_BMN.device)
-        scale.normalised(batch_BMN, out_BMN, factors_B, X_SCALE, eps)
+        scale.normalised(batch_BMN, out_BMN, factors_B, X_SCALE, eps, squares_B)
         return out_BMN, factors_B
-    norm_B = torch.linalg.vector_norm(batch_BMN, dim=(-2, -1), dtype=torch.float32).clamp(min=eps)
+    norm_B = torch.linalg.vector_norm(batch_BMN, dim=(-2, -1), dtype=torch.float32) if squares_B is None else squares_B.sqrt()
+    norm_B = norm_B.clamp(min=eps)
     fraction_B, exponent_B = torch.frexp(norm_B)
     power_B = torch.ldexp(torch.full_like(norm_B, X_SCALE), -exponent_B)
     return torch.mul(batch_BMN, power_B[:, None, None], out=out_BMN), fraction_B.reciprocal()

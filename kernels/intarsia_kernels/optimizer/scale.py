@@ -57,12 +57,15 @@ def _scaled(
         tl.store(out + start + offsets, (value * factor).to(out.dtype.element_ty), mask=inside)
 
 
-def normalised(batch_BMN: Tensor, out_BMN: Tensor, factors_B: Tensor, scale: float, eps: float) -> None:
-    """`out = scale G / p` and `factors = p / max(norm(G), eps)` for each matrix of a batch, contiguous and of at most 32 bits; float32 factors."""
+def normalised(batch_BMN: Tensor, out_BMN: Tensor, factors_B: Tensor, scale: float, eps: float, squares_B: Tensor | None = None) -> None:
+    """`out = scale G / p` and `factors = p / max(norm(G), eps)` for each matrix of a batch, contiguous and of at most 32 bits; float32 factors, and norms' squares where known."""
     batch, size = batch_BMN.shape[0], batch_BMN[0].numel()
     steps = -(-size // (PARTS * BLOCK))
     parts = -(-size // (steps * BLOCK))
-    sums_BP = torch.empty(batch, parts, dtype=torch.float32, device=batch_BMN.device)
     grid, sizes = (parts, batch), {"STEPS": steps, "BLOCK": BLOCK, "num_warps": WARPS}
-    _squares[grid](batch_BMN, sums_BP, size, parts, **sizes)
-    _scaled[grid](batch_BMN, sums_BP, out_BMN, factors_B, size, parts, scale, eps, PARTS=PARTS, **sizes)
+    if squares_B is None:
+        sums_BP = torch.empty(batch, parts, dtype=torch.float32, device=batch_BMN.device)
+        _squares[grid](batch_BMN, sums_BP, size, parts, **sizes)
+    else:
+        sums_BP = squares_B.view(batch, 1)
+    _scaled[grid](batch_BMN, sums_BP, out_BMN, factors_B, size, sums_BP.shape[1], scale, eps, PARTS=PARTS, **sizes)

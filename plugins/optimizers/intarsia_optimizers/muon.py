@@ -183,9 +183,9 @@ class Muon:
         ]
         return plan(local, journeys, self._groups, self._dtype, self._config.batch_elements)
 
-    def _orthogonal(self, batch_BMN: Tensor) -> Tensor:
+    def _orthogonal(self, batch_BMN: Tensor, squares_B: Tensor | None) -> Tensor:
         config = self._config
-        return self._newton_schulz(batch_BMN, config.newton_schulz_steps, config.coefficients, config.eps, self._dtype)
+        return self._newton_schulz(batch_BMN, config.newton_schulz_steps, config.coefficients, config.eps, self._dtype, squares_B)
 
     def learning_rates(self) -> Mapping[str, float]:
         """Base learning rate of each group: of its matrices under the group's name, of the rest under `NAME.adamw`."""

@@ -30,8 +30,8 @@ Wire = tuple[torch.dtype, torch.dtype]
 class Kernels:
     """What carries out the parts of a step: `newton_schulz` with its settings, `muon_directions` and `muon_apply` of `intarsia_optimizers.updates`, or kernels in their place."""
 
-    orthogonal: Callable[[Tensor], Tensor]
-    directions: Callable[..., None]
+    orthogonal: Callable[[Tensor, Tensor | None], Tensor]
+    directions: Callable[..., Tensor | None]
     apply: Callable[..., None]
 
 
@@ -90,9 +90,11 @@ class Whole:
         """One update of all of them."""
         gradients = [matrix_view(gradient_of(member), stack) for member, stack in self.entries]
         batch_BMN = torch.empty(sum(self.counts), self.rows, self.columns, dtype=self.dtype, device=gradients[0].device)
-        kernels.directions(self.momenta, gradients, list(batch_BMN.split(self.counts)), self.update.momentum, self.update.nesterov)
-        # Contiguous: a tall batch may have been worked on transposed.
-        updates = list(kernels.orthogonal(batch_BMN).contiguous().split(self.counts))
+        directions = list(batch_BMN.split(self.counts))
+        squares = kernels.directions(self.momenta, gradients, directions, self.update.momentum, self.update.nesterov)
+        # Contiguous: a tall batch may have been worked on transposed. The squares are those of matrices where none is part of a stack.
+        result_BMN = kernels.orthogonal(batch_BMN, squares if len(directions) == len(batch_BMN) else None)
+        updates = list(result_BMN.contiguous().split(self.counts))
         lr, scale = rate(self.update, factor, batch_BMN.device), self.update.shape_factor(self.rows, self.columns)
         kernels.apply(self.values, self.lows, updates, lr, scale, self.update.weight_decay)
 
@@ -149,7 +151,7 @@ class Cut:
             counts = [stack.count for _, stack in batch]
             batch_BMN = torch.empty(sum(counts), batch[0][1].rows, batch[0][1].columns, dtype=there, device=self.device)
             torch._foreach_copy_(list(batch_BMN.split(counts)), [matrix_view(owned[number], stack) for number, stack in batch])
-            result_BMN = kernels.orthogonal(batch_BMN)
+            result_BMN = kernels.orthogonal(batch_BMN, None)
             torch._foreach_copy_([matrix_view(results[number], stack) for number, stack in batch], list(result_BMN.split(counts)))
         parts = self._parts(back)
         jobs = [(journey.back, whole, part) for journey, part, whole in zip(journeys, parts, results, strict=True)]

@@ -95,21 +95,31 @@ def adamw_quantised(
 
 
 @torch.no_grad()
-def newton_schulz(batch_BMN: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float, dtype: torch.dtype) -> Tensor:
+def newton_schulz(
+    batch_BMN: Tensor,
+    steps: int,
+    coefficients: tuple[float, float, float],
+    eps: float,
+    dtype: torch.dtype,
+    squares_B: Tensor | None = None,
+) -> Tensor:
     """Approximately orthogonal matrices [B, M, N] with the singular vectors of those of `batch_BMN`, in `dtype`.
 
         X <- G / max(norm(G), eps)       then `steps` times       A = X X^T,   X <- a X + (b A + c A A) X
 
     (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; (a, b, c) are `coefficients`.) The Frobenius norm of each matrix is taken in float32
     (float64 for float64 input), products are in `dtype` with the device's accumulation. A tall matrix is worked on transposed. `batch_BMN` is not
-    changed. A kernel may compute more exactly than `dtype` does.
+    changed. A kernel may compute more exactly than `dtype` does. `squares_B` are the squares of the norms, where they are known.
     """
     a, b, c = coefficients
     tall = batch_BMN.size(-2) > batch_BMN.size(-1)
     x_BMN = batch_BMN.mT if tall else batch_BMN
     exact = torch.float64 if batch_BMN.dtype == torch.float64 else torch.float32
-    norm_B11 = torch.linalg.vector_norm(x_BMN, dim=(-2, -1), keepdim=True, dtype=exact).clamp(min=eps)
-    x_BMN = (x_BMN / norm_B11).to(dtype)
+    if squares_B is None:
+        norm_B11 = torch.linalg.vector_norm(x_BMN, dim=(-2, -1), keepdim=True, dtype=exact)
+    else:
+        norm_B11 = squares_B.sqrt()[:, None, None]
+    x_BMN = (x_BMN / norm_B11.clamp(min=eps)).to(dtype)
     for _ in range(steps):
         gram_BMM = torch.bmm(x_BMN, x_BMN.mT)
         polynomial_BMM = torch.baddbmm(gram_BMM, gram_BMM, gram_BMM, beta=b, alpha=c)
@@ -118,9 +128,9 @@ def newton_schulz(batch_BMN: Tensor, steps: int, coefficients: tuple[float, floa
 
 
 @torch.no_grad()
-def muon_directions(momenta: Tensors, gradients: Tensors, out: Tensors, momentum: float, nesterov: bool) -> None:
+def muon_directions(momenta: Tensors, gradients: Tensors, out: Tensors, momentum: float, nesterov: bool) -> Tensor | None:
     """`m <- m + (1 - momentum) (g - m)` in place, and `m` (Nesterov: `g + momentum (m - g)`) into `out`, rounded to its dtype. Tensors of a place in the lists are of one
-    shape. Narrow momentum is updated wide and rounded once."""
+    shape. Narrow momentum is updated wide and rounded once. Gives back the sum of squares of each of `out`, in float32, or None where that would take another pass."""
     wide, given = momenta, gradients
     if momenta[0].dtype != gradients[0].dtype:
         exact = torch.promote_types(gradients[0].dtype, torch.float32)
@@ -129,6 +139,7 @@ def muon_directions(momenta: Tensors, gradients: Tensors, out: Tensors, momentum
     if wide is not momenta:
         torch._foreach_copy_(momenta, wide)
     torch._foreach_copy_(out, torch._foreach_lerp(given, wide, momentum) if nesterov else wide)
+    return None
 
 
 @torch.no_grad()
