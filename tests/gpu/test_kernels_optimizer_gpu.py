@@ -48,8 +48,13 @@ def test_sums_are_the_references_bit_for_bit(dtype: torch.dtype, into: torch.dty
                     found = torch.full((size,), math.nan, dtype=into, device="cuda")
                     module.add_parts(parts, found, 0.5)
                     assert torch.equal(found, expected), (size, count, offset)
-    assert any(compiled is not None for compiled in module._launch._compiled.values())
-    assert all(compiled is not None for compiled in module._launch._compiled.values())
+                prepared = module.prepare_add(parts, 0.5)
+                for _ in range(3):  # From the third call on it is a launch by address.
+                    found = torch.full((size,), math.nan, dtype=into, device="cuda")
+                    prepared(found)
+                    assert torch.equal(found, expected), (size, count, offset)
+    assert any(launch is not None for launch in module._launch._launches.values())
+    assert all(launch is not None for launch in module._launch._launches.values())
 
 
 def test_a_captured_sum_reads_what_is_there_when_it_is_replayed() -> None:
@@ -134,6 +139,10 @@ def test_every_strategy_gives_the_product(rows: int, transposed: bool) -> None:
                     continue
                 out, lost = torch.full_like(s, math.nan), torch.full_like(s, math.nan)
                 strategy.run(x, x, out, transposed, 0.5, addends, gamma, lost if loses else None)
+                factors = torch.tensor([0.5, 1.0, 1.7], device="cuda")
+                scaled = torch.full_like(s, math.nan)
+                strategy.run(x, x, scaled, transposed, 0.5, addends, gamma, None, factors, 2)
+                assert float((scaled - factors[:, None, None] * exact).norm() / exact.norm()) < 4e-3, strategy.name
                 assert torch.equal(out, out.mT), strategy.name
                 assert float((out - exact).norm() / exact.norm()) < 1e-3, strategy.name
                 if loses:

@@ -19,7 +19,7 @@ LARGEST = 2**31
 
 
 # Of a device by number; a build of torch without CUDA has it not.
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class Launch:
