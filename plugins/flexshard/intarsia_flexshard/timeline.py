@@ -100,7 +100,7 @@ class Timeline:
             return
         self._stack.append((label, self._range(label)))
         if self._trace and phase in WAITS and self._lanes.on_device:
-            self._nothing.zero_()  # A range's time on the device is that of its kernels.
+            self._nothing.add_(1)  # A range's time on the device is that of its kernels.
         self._mark(label)
 
     def leave(self, phase: str, name: str) -> None:
@@ -112,7 +112,7 @@ class Timeline:
             ended, named = self._stack.pop()
             self._mark(self._stack[-1][0] if self._stack else REST)
             if self._trace and ended[0] in WAITS and self._lanes.on_device:
-                self._nothing.zero_()
+                self._nothing.add_(1)
             _close(named)
             if ended == label:
                 break
