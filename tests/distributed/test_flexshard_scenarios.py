@@ -167,13 +167,13 @@ class Branches(nn.Module):
 
 
 def case_accumulation(world: Communicator) -> list[str]:
-    """[31] Three micro-batches, the side branch used in the first two only: nothing on the shards before the last, one reduction, totals of all; parameters that stay are gathered once
+    """[31] Three micro-batches, the side branch used in the first two only, and not at all in the second step: nothing on the shards before the last, one reduction, totals of all; parameters that stay are gathered once
     after each update."""
 
-    def losses(rank: int) -> list[Callable[[nn.Module], Tensor]]:
+    def losses(rank: int, step: int) -> list[Callable[[nn.Module], Tensor]]:
         def one(number: int) -> Callable[[nn.Module], Tensor]:
             def loss(model: nn.Module) -> Tensor:
-                model.sided = number < 2  # type: ignore[assignment]
+                model.sided = number < 2 and step == 0  # type: ignore[assignment]
                 return squares(10 * rank + number)(model)
 
             return loss
@@ -188,14 +188,16 @@ def case_accumulation(world: Communicator) -> list[str]:
         optimizers = [optimizer_of(each, SGD) for each in (reference, made)]
         before: dict[str, int] = {}
         for step in range(2):
-            backward(reference, [loss for rank in range(2) for loss in losses(rank)])
-            mine = losses(world.rank)
+            backward(reference, [loss for rank in range(2) for loss in losses(rank, step)])
+            mine = losses(world.rank, step)
             for number, loss in enumerate(mine):
                 made.sharded.set_last_micro_batch(number == 2)
                 loss(made.model).backward()
                 found += ["a shard has a gradient too early"] * (number < 2 and bool(made.gradients()))
             made.sharded.finish_gradients()
-            found += made.differences(reference.gradients(), made.gradients())
+            nothing = {name: torch.zeros_like(value) for name, value in reference.sharded.parameters().items()}
+            found += made.differences({**nothing, **reference.gradients()}, made.gradients())
+            found += ["a gradient is missing"] * (len(made.gradients()) != len(nothing))
             now = made.calls()
             calls = {what: now[what] - before.get(what, 0) for what in now}
             wanted = {f"reduce {name}": 1 for name in ("root", *blocks)}
@@ -358,33 +360,39 @@ class Scales(nn.Module):
 
 
 def case_late(world: Communicator) -> list[str]:
-    """[35] Collectives that are late, one reduction at a time: two packs are used by all buckets in every step, and sums over two ranks are 2 and 4. A buffer is filled again only when
+    """[35] Collectives that are late, one reduction at a time or as many as there are packs for: two packs are used by all buckets in every step, and sums over two ranks are 2 and 4. A buffer is filled again only when
     its last reader is done."""
-    pending, runtime.PENDING = runtime.PENDING, 1
-    found = []
+    pending, found = runtime.PENDING, []
     try:
-        for call in ("prepare_reduce_scatter", "prepare_gather"):
-            with late(call, world.rank):
-                made = shard(on_meta(Scales), world, blocks=[f"layers.{i}" for i in range(6)], debug=True, placement=Flat(unit=1))
-                addresses = []
-                for _ in range(3):
-                    made.model(torch.zeros((), requires_grad=True)).backward()
-                    made.sharded.finish_gradients()
-                    for index in range(6):
-                        gradient = made.gradients()[f"layers.{index}.w"]
-                        found += [f"{call} {index}: {gradient.tolist()}"] * (not bool((gradient == 2.0 + 2 * (index % 2)).all()))
-                    addresses.append([bucket.reduction.pack.buffer.data_ptr() for bucket in made.sharded.buckets])
-                    update(made, optimizer_of(made, SGD))
-                found += [f"{call}: packs {addresses}"] * (addresses[0] != addresses[2] or len(set(addresses[0])) != 2)
-            model = on_meta(Stack, 4)
-            reference = alone(lambda: on_meta(Stack, 4))
-            backward(reference, [squares(rank) for rank in range(2)])
-            with late(call, world.rank):
-                made = shard(model, world, blocks=model.blocks, debug=True)
-                backward(made, [squares(world.rank)])
-                found += [f"{call}: {line}" for line in made.differences(reference.gradients(), made.gradients())]
+        for runtime.PENDING in (1, 100):
+            for call in ("prepare_reduce_scatter", "prepare_gather"):
+                found += [f"{call}, {runtime.PENDING}: {line}" for line in run_late(world, call)]
     finally:
         runtime.PENDING = pending
+    return found
+
+
+def run_late(world: Communicator, call: str) -> list[str]:
+    found = []
+    with late(call, world.rank):
+        made = shard(on_meta(Scales), world, blocks=[f"layers.{i}" for i in range(6)], debug=True, placement=Flat(unit=1))
+        addresses = []
+        for _ in range(3):
+            made.model(torch.zeros((), requires_grad=True)).backward()
+            made.sharded.finish_gradients()
+            for index in range(6):
+                gradient = made.gradients()[f"layers.{index}.w"]
+                found += [f"{call} {index}: {gradient.tolist()}"] * (not bool((gradient == 2.0 + 2 * (index % 2)).all()))
+            addresses.append([bucket.reduction.pack.buffer.data_ptr() for bucket in made.sharded.buckets])
+            update(made, optimizer_of(made, SGD))
+        found += [f"{call}: packs {addresses}"] * (addresses[0] != addresses[2] or len(set(addresses[0])) != 2)
+    model = on_meta(Stack, 4)
+    reference = alone(lambda: on_meta(Stack, 4))
+    backward(reference, [squares(rank) for rank in range(2)])
+    with late(call, world.rank):
+        made = shard(model, world, blocks=model.blocks, debug=True)
+        backward(made, [squares(world.rank)])
+        found += [f"{call}: {line}" for line in made.differences(reference.gradients(), made.gradients())]
     return found
 
 
