@@ -17,7 +17,7 @@ from intarsia.cli import main
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "run-directory.md").read_text("utf-8")
 RECIPE = f"{Path(__file__).with_name('train_recipes.py')}:tiny"
-OPTIONAL = {"evaluation": {"bits_per_byte"}}
+OPTIONAL = {"evaluation": {"bits_per_byte"}, "build": {"work"}}
 NULL = {
     "step": {"mfu"},
     "run_end": {"reason", "checkpoint_step", "error"},
