@@ -243,7 +243,7 @@ class FlexShardModel:
                     bucket.reduction.complete()
             due = [bucket for bucket in phase.buckets if bucket not in self._updated]
             names = phase.names if len(due) == len(phase.buckets) else tuple(name for bucket in due for name in bucket.trained_names)
-            if (observer := self.lanes.observer) is not None:
+            if (observer := self.lanes.observer) is not None and due:
                 observer.enter("update", ", ".join(bucket.name for bucket in due))
             self._apply(optimizer, factor, due, names)
             if observer is not None:
