@@ -20,7 +20,7 @@ from intarsia_kernels.optimizer.adamw import supports as supports_adamw
 from intarsia_kernels.optimizer.blocks import read_master, write_master
 from intarsia_kernels.optimizer.launch import Launcher
 
-BLOCK, WARPS, STAGES = 2048, 8, 1
+BLOCK, WARPS, STAGES = 4096, 8, 1
 
 
 @triton.jit(do_not_specialize=["boxes"], do_not_specialize_on_alignment=["step", "lr"])
