@@ -127,6 +127,11 @@ class Program(nn.Module):
         """Normal."""
         return {name: Init("normal", std=0.5) for name, _ in self.named_parameters()}
 
+    @property
+    def head_weight_VD(self) -> nn.Parameter:
+        """The loss reads it outside of every forward."""
+        return self.head.weight
+
     def forward(self, tokens_B: Tensor, x_BD: Tensor, skip: tuple[int, ...] = (), fail: int = -1) -> Tensor:
         """Hidden states [B, D]. Calls whose number is in `skip` are left out; call number `fail` raises."""
         dtype = self.norm.weight.dtype
@@ -134,7 +139,7 @@ class Program(nn.Module):
         c_BD = None if self.condition is None else x_BD + self.condition
         states = [x_BD]
         for number, call in enumerate(self.program["calls"]):
-            source = states[call["source"]] if "source" in call else states[-1]
+            source = states[call["source"] % len(states)] if "source" in call else states[-1]
             if number in skip:
                 continue
             how, form = call.get("how", "plain"), "fail" if number == fail else call.get("form", "tensor")
@@ -438,5 +443,7 @@ def sharder_of(setting: Mapping[str, Any]) -> FlexShard:
     buckets = []
     for bucket in fields.get("buckets", ()):
         places = {"placement": placement_of(bucket["placement"])} if bucket.get("placement") else {}
-        buckets.append(BucketConfig(**{**bucket, **places, "match": tuple(bucket["match"])}))
+        buckets.append(
+            BucketConfig(**{key: tuple(value) if isinstance(value, list) else value for key, value in {**bucket, **places}.items()})
+        )
     return FlexShard(FlexShardConfig(**{**fields, "buckets": tuple(buckets)}), WithOdd())  # type: ignore[arg-type]

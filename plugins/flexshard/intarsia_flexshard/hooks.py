@@ -71,17 +71,18 @@ def handled() -> int:
 
 
 class Call:
-    """One forward call of a module that drives `bucket`. Calls are numbered as they begin, `epoch` counts updates before it, `handled` is the exception that was being handled then.
+    """One forward call of a module that drives `bucket`. Calls are numbered as they begin; those up to `end` have begun within this one. `epoch` counts updates before it, `handled` is the exception that was being handled then.
 
     `is_left` says that the backward pass that has entered the call has left it again. What the call computed holds it, and nothing that it was given does: so a
     call that can have no backward pass any more is gone.
     """
 
-    __slots__ = ("__weakref__", "bucket", "epoch", "handled", "is_hidden", "is_left", "number")
+    __slots__ = ("__weakref__", "bucket", "end", "epoch", "handled", "is_hidden", "is_left", "number")
 
     def __init__(self, bucket: Bucket, number: int, epoch: int) -> None:
         self.bucket, self.number, self.epoch, self.handled = bucket, number, epoch, handled()
         self.is_left = self.is_hidden = False
+        self.end = number
 
 
 def differentiable(*values: Any) -> list[Tensor]:

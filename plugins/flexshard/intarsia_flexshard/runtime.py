@@ -464,7 +464,7 @@ class FlexShardModel:
             if not bucket.running:  # The hook before has failed.
                 return
             call, given = bucket.running.pop()
-            hidden = False
+            call.end, hidden = next(self._numbers), False
             if torch.is_grad_enabled() and handled() == call.handled:
                 # What the call was given and hands on has not been computed by it, and may be reached long after it is left.
                 passed = () if given is None else given.nodes
@@ -508,9 +508,9 @@ class FlexShardModel:
                 f"Bucket {bucket.name!r}: this backward pass is itself to be differentiated (create_graph=True), and would find other parameters in the bucket's "
                 "memory then. Set reshard=never for the bucket, or sharder.reshard=never."
             )
-        # Autograd runs later operations first: what was called after this call has all its gradients, though an input's may come only at the end, or
-        # nobody asks for one.
-        for later in sorted((other for other in self._entered if other.number > call.number), key=lambda other: -other.number):
+        # Autograd runs later operations first: what was called after this call was over has all its gradients, though an input's may come only at the end,
+        # or nobody asks for one.
+        for later in sorted((other for other in self._entered if other.number > call.end), key=lambda other: -other.number):
             self._leave(later)
         begin = time.perf_counter() if self.measure_host else 0.0
         if self.lanes.observer is not None:
