@@ -134,8 +134,9 @@ class Reduction:
 
     def pack_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes to pack gradients of `dtype` and to receive the others'; 0 where they are sent as they are."""
-        if self._is_bare:
-            return 0, 0
+        return (0, 0) if self._is_bare else self._sizes(dtype)
+
+    def _sizes(self, dtype: torch.dtype) -> tuple[int, int]:
         ranks = 1 if self._shards is None else self._shards.size
         # A process that computes on CPUs gets its own part back, unless there are only two.
         parts = ranks if ranks > 2 and not self._lanes.on_device else ranks - 1
@@ -180,7 +181,7 @@ class Reduction:
             source, running, pack = bare.view(-1), self._prepare(bare.view(-1), None), None
         else:
             pack = self.pack
-            size, received = self.geometry.total * dtype.itemsize, self.pack_bytes(dtype)[1]
+            size, received = self._sizes(dtype)  # Of what is sent as it is too, if it is missing or lies otherwise.
             if pack is None or pack.buffer.numel() < size or pack.scratch.numel() < received or not pack.claim():
                 pack = self.use(fresh_pack(size, received))
             if pack.user is not None and pack.user is not self:
@@ -328,7 +329,7 @@ class Reduction:
             return
         assert self._result is not None
         self._total = self._result
-        parts = torch.split_with_sizes(self._total, self._split)[::2]
+        parts = torch.split_with_sizes(self._total, self._split)[1::2]
         for master, part, shape in zip(self.masters, parts, self._shapes, strict=True):
             master.grad = part if shape is None else part.view(shape)
 
@@ -361,8 +362,9 @@ def _plus(kept: Tensor | None, gradient: Tensor | None) -> Tensor | None:
 
 
 def _parts_of(geometry: Geometry, index: int, masters: Sequence[nn.Parameter]) -> tuple[list[int], list[tuple[int, ...] | None]]:
-    """Sizes that split a shard into [part, gap, part, gap ...], and the shape of each part where it is not 1-D."""
-    offsets, sizes = [*geometry.offsets[index], geometry.counts[index]], []
+    """Sizes that split a shard into [gap, part, gap, part, gap ...], and the shape of each part where it is not 1-D."""
+    offsets = [*geometry.offsets[index], geometry.counts[index]]
+    sizes = [offsets[0]]
     for member, region in enumerate(geometry.regions[index]):
         numel = region_numel(region)
         sizes += [numel, offsets[member + 1] - offsets[member] - numel]
