@@ -182,7 +182,9 @@ def facts(arguments: argparse.Namespace, device: Any) -> dict[str, Any]:
         "peer_access": is_cuda and torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1),
         "kernel": platform.release(),
         "environment": {
-            key: os.environ[key] for key in sorted(os.environ) if key.startswith(("NCCL_", "TORCH_", "CUDA_", "OMP_", "INTARSIA_"))
+            key: os.environ[key]
+            for key in sorted(os.environ)
+            if key.startswith(("NCCL_", "TORCH_", "CUDA_", "OMP_", "INTARSIA_")) and key != "INTARSIA_RENDEZVOUS"
         },
         "versions": versions,
     }
@@ -483,7 +485,9 @@ def main() -> int:
         work(arguments)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     arguments.commit = arguments.commit or current_commit()
-    arguments.command = " ".join(["python", "benchmarks/flexshard_gpu.py", *sys.argv[1:]])
+    arguments.command = " ".join(
+        ["python", "benchmarks/flexshard_gpu.py", *("FOLDER" if each == str(arguments.folder) else each for each in sys.argv[1:])]
+    )
     if arguments.processes is None:
         import torch
 
