@@ -74,9 +74,8 @@ class Pool:
         for rank in range(self.ranks):
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
             environ |= {"LOCAL_WORLD_SIZE": str(self.ranks), "INTARSIA_RENDEZVOUS": f"file://{self._folder.name}/store"}
-            log = Path(self._folder.name, f"{rank}.log").open("w")
-            command = [sys.executable, __file__]
-            process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            process = subprocess.Popen([sys.executable, __file__], env=environ, text=True, **pipes)
             answers: queue.Queue[str] = queue.Queue()
             threading.Thread(target=_read, args=(process, answers), daemon=True).start()
             self._processes.append(process)

@@ -127,7 +127,7 @@ def settings() -> dict[str, dict[str, Any]]:
         "prefetch 2": {"prefetch": 2, "placement": "flat 64"},
         "sharded gradients": {"gradients": "sharded"},
         "offload": {"offload": "cpu", "placement": "flat 1"},
-        "debug": {"debug": True, "placement": "owned"},
+        "debug": {"debug": True, "placement": "owned", "buckets": [bucket("own norm", "norm")]},
         "spanning": {"buckets": spanning},
         "one for each": {"buckets": every_one, "placement": "owned"},
         "one for all": {"buckets": [bucket("all", "*")], "placement": "flat 1"},
@@ -139,11 +139,21 @@ def settings() -> dict[str, dict[str, Any]]:
 
 def cases(world_size: int) -> list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """(name, program, setting, flow)."""
-    found: list[Any] = [(kind, BASE, {"placement": kind}, {"micro_batches": 2, "strict": kind != "replicate"}) for kind in PLACEMENTS]
+    found: list[Any] = [(kind, BASE, {"placement": kind}, {"micro_batches": 2}) for kind in PLACEMENTS if kind != "replicate"]
+    # The order of an all-reduce over copies is the process group's.
+    found += [
+        ("replicate", BASE, {"placement": "replicate", "dtype": dtype}, {"steps": steps, **LOOSE})
+        for dtype, steps in (("float32", 1), ("float64", 3))
+    ]
     if world_size == 3:
         found += [
             (name, BASE, setting, {"micro_batches": 3, "strict": name != "sharded gradients"}) for name, setting in settings().items()
         ]
+        large = chain([[150]], [[1]])
+        large["blocks"][0]["unused"] = [0]
+        found.append(("one large parameter without a gradient", large, {"placement": "owned"}, {"micro_batches": 2}))
+        gap = chain([[150], [64], [150]], [[3, 9], [150]], ties=[["blocks.0.p2", "blocks.1.p1"]])
+        found.append(("shards that begin with a gap", gap, {"placement": "mixed row,flat 1", "dtype": "float64"}, {"micro_batches": 2}))
     if world_size == 4:
         found = [(name, program, {**setting, "replicate": 2}, {**flow, **LOOSE}) for name, program, setting, flow in found]
     return found
@@ -166,7 +176,9 @@ def run(world: Communicator, kind: str) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("ranks, kind", [(2, "programs"), (3, "settings"), (3, "both"), (4, "settings")])
+@pytest.mark.parametrize(
+    "ranks, kind", [(2, "programs"), (3, "settings"), (4, "settings"), pytest.param(3, "both", marks=pytest.mark.slow)]
+)
 def test_n_processes_equal_one(ranks: int, kind: str) -> None:
     results = spawn(run, ranks, kind, world_timeout_s=30)[0]
     wrong = [f"{name}: {result['where']}" for name, result in results if not result["worst"] <= TOLERANCE]
