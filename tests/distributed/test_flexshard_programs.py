@@ -149,11 +149,11 @@ def cases(world_size: int) -> list[tuple[str, dict[str, Any], dict[str, Any], di
         found += [
             (name, BASE, setting, {"micro_batches": 3, "strict": name != "sharded gradients"}) for name, setting in settings().items()
         ]
-        large = chain([[150]], [[1]])
+        large = chain([[192]], [[1]])
         large["blocks"][0]["unused"] = [0]
         found.append(("one large parameter without a gradient", large, {"placement": "owned"}, {"micro_batches": 2}))
-        gap = chain([[150], [64], [150]], [[3, 9], [150]], ties=[["blocks.0.p2", "blocks.1.p1"]])
-        found.append(("shards that begin with a gap", gap, {"placement": "mixed row,flat 1", "dtype": "float64"}, {"micro_batches": 2}))
+        gap = {"placement": "mixed row,flat 1", "dtype": "float64", "buckets": [bucket("own", "embedding.weight", "blocks.0.p1")]}
+        found.append(("shards that begin with a gap", {**chain([[150], [64]]), "dim": 3}, gap, {"micro_batches": 2}))
     if world_size == 4:
         found = [(name, program, {**setting, "replicate": 2}, {**flow, **LOOSE}) for name, program, setting, flow in found]
     return found
