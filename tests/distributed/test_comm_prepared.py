@@ -194,6 +194,10 @@ def test_buffers_that_do_not_fit_are_told() -> None:
             comm.prepare_gather(local, full, counts, "unshard")
     with pytest.raises(DistributedError, match="one dtype"):
         comm.prepare_reduce_scatter(torch.zeros(4), [2, 2], "reduce", scratch=torch.zeros(4).half())
+    # One element would go into any number of them.
+    for out in (torch.zeros(7), torch.zeros(0)):
+        with pytest.raises(RuntimeError, match="invalid for input of size 1"):
+            comm.prepare_reduce_scatter(torch.zeros(2), [1, 1], "reduce").start(out)
 
 
 # ---------------------------------------------------------------- ranks that differ

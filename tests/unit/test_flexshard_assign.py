@@ -231,7 +231,6 @@ def test_an_averages_divisor_is_not_a_sums() -> None:
         ({"prefetch": -1}, r"sharder.prefetch is -1"),
         ({"divisor": 0.0, "reduce_op": "average"}, r"sharder.divisor is 0.0"),
         ({"divisor": float("inf"), "reduce_op": "average"}, r"sharder.divisor is inf"),
-        ({"timeout_s": 0.0}, r"sharder.timeout_s is 0.0"),
     ],
 )
 def test_words_and_numbers_that_mean_nothing(settings: dict[str, Any], words: str) -> None:

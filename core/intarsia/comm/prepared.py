@@ -30,7 +30,7 @@ _Launch = Callable[[], Any]
 
 def add_parts(parts: Sequence[Tensor], out: Tensor) -> None:
     """out = parts[0] + parts[1] + ..., in `out`'s dtype and in this order. Stability: provisional."""
-    out.copy_(parts[0])
+    out.copy_(parts[0].view_as(out))
     for part in parts[1:]:
         out.add_(part)
 

@@ -14,13 +14,8 @@ from intarsia.layout import DTYPE_BYTES, region_numel
 
 from intarsia_flexshard.assign import BucketSpec
 from intarsia_flexshard.plan import Geometry
+from intarsia_flexshard.sharing import LENT, PACKS, aligned, buffers_needed, parts_received
 from intarsia_flexshard.wire import Wire, plan_arrival
-
-# Buffers for packed gradients.
-PACKS = 2
-# The slot of whole parameters that lends its memory to gradients may be made this much larger for it; memory comes in multiples of so many bytes.
-LENT = 1.25
-ALIGNED = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +70,8 @@ class BucketBytes:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it stays whole to the step's end, in memory of its own."""
-        return self.spec.reshard == "never" or self.spec.is_root
+        """See `BucketSpec.is_kept`."""
+        return self.spec.is_kept
 
     @property
     def is_alias(self) -> bool:
@@ -114,11 +109,10 @@ def measure(
     gradient = 4 if settings.is_split else master
     is_same = spec.compute == ("bfloat16" if settings.is_split else settings.master) and spec.offload != "cpu"
     is_alias = not is_cut and is_same and wire is None
-    names = [info.name for info in sorted(spec.infos, key=lambda info: not info.trainable)]
+    names = [info.name for info in spec.members]
     held = [[region_numel(region) for region in row] for row in geometry.regions]
     trained, total = len(reduction.shapes), geometry.total
     kept = any(start is not None for start in geometry.starts)
-    is_bare = trained == 1 and reduction.starts[0] == 0 and reduction.total == reduction.elements
     travelling = reduce if settings.is_accumulating else compute
     arrival = None if wire is None else plan_arrival(wire, read, compute)
     if wire is not None and arrival is not None:
@@ -132,7 +126,7 @@ def measure(
             sum(_slots(settings.slots.get(name), count) for name, count in zip(names[:trained], row, strict=False)) for row in held
         )
     group = len(geometry.counts)
-    parts = group if group > 2 and not settings.on_device else group - 1
+    parts = parts_received(group, settings.on_device)
     return BucketBytes(
         spec=spec,
         is_cut=is_cut,
@@ -147,8 +141,8 @@ def measure(
         accumulated=reduction.elements * reduce if settings.is_accumulating else 0,
         whole=0 if is_alias else whole,
         staged=0 if is_alias else staged,
-        pack=0 if is_bare else reduction.total * compute,
-        received=tuple(0 if is_bare or not is_cut else parts * count * compute for count in reduction.counts),
+        pack=0 if reduction.is_bare else reduction.total * compute,
+        received=tuple(0 if reduction.is_bare or not is_cut else parts * count * compute for count in reduction.counts),
         gather=tuple(sum(sent) - size if is_cut else 0 for size in sent),
         reduce=tuple((group - 1) * count * travelling if is_cut else 0 for count in reduction.counts),
         # A ring's sum: every rank receives each part once to add and once to have.
@@ -252,10 +246,10 @@ def rank_bytes(
 def _buffers(buckets: Sequence[BucketBytes], places: Sequence[int], rings: Sequence[Ring], settings: Settings) -> tuple[int, int]:
     """Bytes of whole parameters, and of packed gradients beside them: they lie in a slot that backward has left where that is large enough."""
     packed = [(bucket, bucket.received[place]) for bucket, place in zip(buckets, places, strict=True) if any(bucket.gradients)]
-    count = min(PACKS, len(packed))
+    count, scratches = buffers_needed(len(packed), settings.on_device)
     pack = aligned(max((bucket.pack for bucket, _ in packed), default=0))
     received = aligned(max((size for _, size in packed), default=0))
-    wanted = count * pack + (min(count, 1) if settings.on_device else count) * received
+    wanted = count * pack + scratches * received
     lender = next((ring for ring in rings if ring.may_lend and wanted <= LENT * ring.whole), None)
     # On a device the gathering stream orders all uses of a ring's staging buffer, and one will do.
     whole = sum(ring.count * aligned(max(ring.whole, wanted * (ring is lender))) for ring in rings)
@@ -271,8 +265,3 @@ def _buffers(buckets: Sequence[BucketBytes], places: Sequence[int], rings: Seque
             beside += max(pack, *(bucket.pack // narrow * wide for bucket, wide, narrow, _ in turns))
             beside += max(received, *(size // narrow * wide for _, wide, narrow, size in turns))
     return whole, beside
-
-
-def aligned(size: int) -> int:
-    """At least `size` bytes, as the runtime rounds its buffers."""
-    return -(-size // ALIGNED) * ALIGNED

@@ -76,6 +76,16 @@ class BucketSpec:
         return "" in self.modules
 
     @property
+    def is_kept(self) -> bool:
+        """Whether it stays whole to the step's end, in memory of its own."""
+        return self.reshard == "never" or self.is_root
+
+    @property
+    def members(self) -> list[Any]:
+        """`infos` as the runtime lays them out, trained ones first: then masters and gradients lie alike."""
+        return sorted(self.infos, key=lambda info: not info.trainable)
+
+    @property
     def numel(self) -> int:
         """Elements of all whole parameters."""
         return sum(math.prod(info.shape) for info in self.infos)
@@ -251,8 +261,6 @@ def check_settings(config: FlexShardConfig) -> None:
     """Raise UsageError for a word that is not known or a number that means nothing, here or in a bucket."""
     for field, words in (("gradients", GRADIENTS), ("master", MASTERS), ("owners", OWNERS)):
         _check_word(f"sharder.{field}", getattr(config, field), words)
-    if config.timeout_s is not None and not (math.isfinite(config.timeout_s) and config.timeout_s > 0):
-        raise UsageError(f"sharder.timeout_s is {config.timeout_s}; it is a number of seconds above 0, or none.")
     _check_shared(config, "sharder")
     for bucket in config.buckets:
         where = f"Bucket {bucket.name!r}: "

@@ -235,6 +235,19 @@ class Bucket:
 
     def launch(self) -> None:
         """Begin to fill the slot. Nobody may be using it."""
+        try:
+            self._launch()
+        except BaseException:
+            self._lose()
+            raise
+
+    def _lose(self) -> None:
+        """A gather has failed: nobody may take what is in the slot for the parameters."""
+        assert self.slot is not None
+        self.slot.resident, self.is_flying = None, False
+        self.lanes.leave()
+
+    def _launch(self) -> None:
         slot, lanes = self.slot, self.lanes
         assert slot is not None
         if slot.resident is not None and slot.resident.is_flying:
@@ -275,9 +288,13 @@ class Bucket:
         if self.lanes.on_device:
             self.lanes.compute.wait_event(self.arrived)
         else:
-            if self.gather is not None:
-                self.gather.wait()
-            self.payload.decode()
+            try:
+                if self.gather is not None:
+                    self.gather.wait()
+                self.payload.decode()
+            except BaseException:
+                self._lose()
+                raise
         if observer is not None:
             observer.leave("wait", self.name)
 
@@ -310,8 +327,11 @@ class Bucket:
         if self.halves is not None:
             self.halves.arrive()
         for info in self.infos:
-            if info.low is not None and info.name in values:
-                split_master(values[info.name], self.masters[info.name].detach(), info.low)
+            value, master = values.get(info.name), self.masters[info.name].detach()
+            if value is not None and info.low is not None:
+                split_master(value, master, info.low)
+            elif value is not None and value.data_ptr() != master.data_ptr():
+                master.copy_(value)
 
     def facts(self) -> dict[str, Any]:
         """What all ranks must agree on."""

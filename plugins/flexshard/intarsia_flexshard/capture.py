@@ -23,7 +23,7 @@ from intarsia_flexshard.runtime import FlexShardModel
 class CapturedStep:
     """See the module's text. `warmup` steps are run (and count as training steps) before the capture, which only records.
 
-    Raises UsageError where there is no CUDA device, and for inputs of another shape or dtype than the captured ones. Stability: provisional.
+    Raises UsageError where there is no CUDA device, and for inputs of another number, shape or dtype than the captured ones. Stability: provisional.
     """
 
     def __init__(self, sharded: FlexShardModel, run: Callable[..., Any], inputs: Sequence[Tensor], warmup: int = 3) -> None:
@@ -46,6 +46,8 @@ class CapturedStep:
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Run the step on these inputs. What it returns lives in the graph's memory and is overwritten by the next call."""
+        if len(inputs) != len(self._inputs):
+            raise UsageError(f"The step was captured for {len(self._inputs)} inputs, and was given {len(inputs)}.")
         for mine, given in zip(self._inputs, inputs, strict=True):
             if mine.shape != given.shape or mine.dtype != given.dtype:
                 raise UsageError(

@@ -67,5 +67,4 @@ class FlexShardConfig(SharderConfig):
     transport: TransportConfig | None = chz.field(
         default=None, doc="What moves gathers instead of the process group, where the device has it."
     )
-    timeout_s: float | None = chz.field(default=None, doc="Seconds after which a collective that waits is an error. None: the group's own.")
     debug: bool = chz.field(default=False, doc="Overwrite released parameters with NaN instead of freeing them, so that a late use shows.")

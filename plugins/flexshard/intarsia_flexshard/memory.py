@@ -9,10 +9,8 @@ import torch
 from intarsia_flexshard.bucket import Bucket
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.reduction import Pack
-from intarsia_flexshard.ring import Slot, aligned, group, make_slots, slots_needed
-
-# The slot that lends its memory to gradients may be made this much larger for it.
-LENT = 1.25
+from intarsia_flexshard.ring import Slot, make_slots
+from intarsia_flexshard.sharing import LENT, aligned, buffers_needed, group, may_lend, slots_needed
 
 
 def make_memory(buckets: Sequence[Bucket], turns: Sequence[Bucket], kept: Sequence[Bucket], depth: int, lanes: Lanes) -> None:
@@ -21,17 +19,17 @@ def make_memory(buckets: Sequence[Bucket], turns: Sequence[Bucket], kept: Sequen
     Backward leaves the last bucket first. If no other of its slot is needed there, gradients are packed where its parameters were.
     """
     packed, received = _pack_sizes(buckets)
-    count = min(2, sum(bucket.reduction is not None for bucket in buckets))
-    # On a device the reducing stream orders all uses of one receive buffer; elsewhere exchanges run at once.
-    scratches = min(count, 1) if lanes.on_device else count
+    count, scratches = buffers_needed(sum(bucket.reduction is not None for bucket in buckets), lanes.on_device)
     wanted = count * packed + scratches * received
     keys = {id(bucket.groups.gather): number for number, bucket in enumerate(turns)}
+    forward_only = [not bucket.needs_backward for bucket in turns]
     lent: Slot | None = None
     for places in group([(bucket.payload.whole_bytes, keys[id(bucket.groups.gather)]) for bucket in turns]):
         ring = [turns[place] for place in places]
-        needed = slots_needed(places, 1 + max(max(depth, bucket.spec.keep) for bucket in ring))
-        lends = ring[-1] is turns[-1] and needed == 1 and not any(bucket.needs_backward for bucket in ring[:-1])
-        lends = lends and wanted <= LENT * max(bucket.payload.whole_bytes for bucket in ring)
+        needed = slots_needed(places, depth, [bucket.spec.keep for bucket in ring])
+        lends = may_lend(places, len(turns) - 1, needed, forward_only) and wanted <= LENT * max(
+            bucket.payload.whole_bytes for bucket in ring
+        )
         slots = make_slots(ring, needed, lanes, wanted if lends else 0)
         lent = slots[0] if lends else lent
     for bucket in kept:
@@ -49,7 +47,7 @@ def make_memory(buckets: Sequence[Bucket], turns: Sequence[Bucket], kept: Sequen
     if lent is not None:
         lent.packs = packs
     for number, reduction in enumerate(reductions):
-        reduction.use(packs[number % 2])
+        reduction.use(packs[number % count])
 
 
 def grow_pack(buckets: Sequence[Bucket], pack: Pack | None, size: int, received: int) -> Pack:

@@ -24,6 +24,11 @@ def check_fresh(model: nn.Module) -> None:
                 f"{type(model).__name__} is sharded already, wholly or in part: {name!r} is in the bucket {getattr(parameter, MARK)!r}. A model is sharded once, "
                 "from its root; give parts of it buckets of their own (sharder.buckets), or build it anew."
             )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UsageError(
+                f"Parameter {name!r} has hooks of its own, which sharding would lose with the tensor that it replaces. Register them on the sharded model's parameters: "
+                "there they see this rank's gradients, before the sum over ranks."
+            )
 
 
 def take_place(module: nn.Module, attribute: str, whole: nn.Parameter, bucket: str) -> None:

@@ -9,6 +9,7 @@ only where that separates nothing, so that transfers keep their true sizes.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Sequence
 
@@ -67,8 +68,9 @@ class Geometry:
         return found
 
     def facts(self) -> list[object]:
-        """What ranks compare: sizes and places, as JSON."""
-        return [list(self.counts), [list(map(list, row)) for row in (self.shapes, self.offsets)], list(self.starts)]
+        """What ranks compare: sizes and places, and the boxes themselves as a digest of them, as JSON."""
+        boxes = hashlib.sha256(repr([[[(box.start, box.size) for box in region] for region in row] for row in self.regions]).encode())
+        return [list(self.counts), [list(map(list, row)) for row in (self.shapes, self.offsets)], list(self.starts), boxes.hexdigest()]
 
 
 def make_geometry(shapes: Sequence[Sequence[int]], regions: Sequence[Sequence[Region]], alignment: int) -> Geometry:

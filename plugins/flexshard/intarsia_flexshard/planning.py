@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from intarsia.comm import SelfCommunicator
 from intarsia.config import Recipe
-from intarsia.contracts import ALIGNMENT_BYTES, Placement
 from intarsia.layout import DTYPE_BYTES, Layout
 from intarsia.mesh import AXES
 from intarsia.parameters import ParameterInfo, ParameterTable
@@ -20,13 +19,12 @@ from torch import nn
 
 from intarsia_flexshard.accounting import BucketBytes, RankBytes, Ring, Settings, Slots, count_gathers, measure, rank_bytes
 from intarsia_flexshard.assign import BucketSpec, assign, read_outside
-from intarsia_flexshard.bucket import BalancedPlacement, lay_out
+from intarsia_flexshard.bucket import balanced, lay_out, make_geometries
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.gathers import needs_weights
-from intarsia_flexshard.parameters import check_masters, readers_of
-from intarsia_flexshard.plan import make_geometry
+from intarsia_flexshard.parameters import check_masters, read_in_forward, running
 from intarsia_flexshard.quantised import reads_payload
-from intarsia_flexshard.ring import group, slots_needed
+from intarsia_flexshard.sharing import group, may_lend, slots_needed
 from intarsia_flexshard.wire import check_quantisation, make_wire, tile_of
 
 # Elements up to which an optimizer is built on the CPU to see its state, where it cannot be built on the meta device.
@@ -69,9 +67,8 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_dev
     precision, train = recipe.precision, recipe.train
     table = ParameterTable.from_model(model, precision.master, precision.compute, precision.reduce, train.seed)
     modules = dict(model.named_modules(remove_duplicate=False))
-    running = [name for name, module in modules.items() if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))]
     outside = read_outside(model)
-    specs = assign(config, table.values(), model.regions().blocks, running, table.compute, table.reduce, outside)
+    specs = assign(config, table.values(), model.regions().blocks, running(modules), table.compute, table.reduce, outside)
     check_quantisation(config.tile, config.scales)
     check_masters(config.master == "split", table, specs)
     slots, optimizer = optimizer_slots(recipe, model, table, plugins)
@@ -84,9 +81,7 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_dev
         slots=slots,
         on_device=on_device,
     )
-    read = {
-        info.name: not {info.name, *info.aliases} & set(outside) and reads_payload(readers_of(info, modules)) for info in table.values()
-    }
+    read = {name: reads_payload(readers) for name, readers in read_in_forward(table, modules, outside).items()}
     buckets, placements = cut(specs, table, sizes, settings, config, plugins, read)
     only = [not any(needs_weights(modules[name]) for name in spec.modules) for spec in specs]
     places, rings = lay_rings(buckets, only)
@@ -126,18 +121,11 @@ def cut(
     loads: dict[tuple[str, ...], list[float]] = {}
     buckets, names = [], []
     for spec in specs:
-        placement: Placement = plugins.build(spec.placement)
+        placement = balanced(plugins.build(spec.placement), loads, spec.axes, math.prod(sizes[axis] for axis in spec.axes))
         names.append(placement.name)
-        if hasattr(placement, "partition_balanced"):
-            ranks = math.prod(sizes[axis] for axis in spec.axes)
-            placement = BalancedPlacement(placement, loads.setdefault(spec.axes, [0.0] * ranks))
-        infos: list[ParameterInfo] = sorted(spec.infos, key=lambda info: not info.trainable)  # type: ignore[arg-type]
+        infos: list[ParameterInfo] = spec.members
         shapes, regions, is_cut = lay_out(spec, infos, placement, table, mesh, config)
-        widths = [DTYPE_BYTES[name] for name in (table.dtype, spec.compute, spec.reduce)]
-        alignment = ALIGNMENT_BYTES // min([*widths, 2 if settings.is_split else 8])
-        trained = sum(info.trainable for info in infos)
-        geometry = make_geometry(shapes, regions, alignment)
-        reduction = make_geometry(shapes[:trained], [row[:trained] for row in regions], alignment)
+        geometry, reduction = make_geometries(spec, shapes, regions, table.dtype, settings.is_split)
         replicas = [math.prod(sizes[axis] for axis in spec.replicas)]
         replicas += [] if is_cut else [math.prod(sizes[axis] for axis in spec.axes)]
         wire = None
@@ -157,11 +145,10 @@ def lay_rings(buckets: Sequence[BucketBytes], forward_only: Sequence[bool]) -> t
     rings = []
     for number, members in enumerate(group([(buckets[index].whole, keys[buckets[index].spec.axes]) for index in turns])):
         ring = [turns[member] for member in members]
-        count = slots_needed(members, 1 + max(max(depth, buckets[index].spec.keep) for index in ring))
+        count = slots_needed(members, depth, [buckets[index].spec.keep for index in ring])
         for turn, index in enumerate(ring):
             places[index] = (number, turn % count)
-        may_lend = ring[-1] == turns[-1] and count == 1 and all(forward_only[index] for index in ring[:-1])
-        rings.append(_ring(buckets, ring, count, may_lend))
+        rings.append(_ring(buckets, ring, count, may_lend(members, len(turns) - 1, count, [forward_only[index] for index in turns])))
     for index, bucket in enumerate(buckets):
         if bucket.is_kept and not bucket.is_alias:
             places[index] = (len(rings), 0)
@@ -169,8 +156,8 @@ def lay_rings(buckets: Sequence[BucketBytes], forward_only: Sequence[bool]) -> t
     return places, rings
 
 
-def _ring(buckets: Sequence[BucketBytes], members: Sequence[int], count: int, may_lend: bool) -> Ring:
-    return Ring(count, max(buckets[index].whole for index in members), max(buckets[index].staged for index in members), may_lend)
+def _ring(buckets: Sequence[BucketBytes], members: Sequence[int], count: int, is_lender: bool) -> Ring:
+    return Ring(count, max(buckets[index].whole for index in members), max(buckets[index].staged for index in members), is_lender)
 
 
 def all_coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:

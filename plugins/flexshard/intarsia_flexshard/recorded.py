@@ -47,4 +47,4 @@ def record(call: Any, result: Tensor | None = None) -> Any:
     """`call`, recorded if it is a process group's; else itself (a transport's are copies, of which the host launches few)."""
     if isinstance(call, Recorded):
         return call
-    return Recorded(call, result) if hasattr(call.comm, "watch_event") and type(call).__module__.startswith("intarsia.comm") else call
+    return Recorded(call, result) if type(call).__module__.startswith("intarsia.comm.") else call

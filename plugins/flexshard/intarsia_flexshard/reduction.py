@@ -125,6 +125,7 @@ class Reduction:
         self._nothing = torch.empty(0, dtype=self._dtype, device=parameters[0].device)
         self._result: Tensor | None = None
         self._total: Tensor | None = None
+        self._given: list[Tensor] = []
         self._running: Any = None
         self._kept: tuple[Any, ...] = ()
         self.is_waiting = False
@@ -229,15 +230,16 @@ class Reduction:
         """Whatever is computed from now on comes after the sum, and the masters have their `.grad`."""
         if not self.is_waiting:
             return
-        self.is_waiting = False
         if (observer := self._lanes.observer) is not None:
             observer.enter("wait for sum of", self.name)
         if self._lanes.on_device:
+            self.is_waiting = False
             self._lanes.compute.wait_event(self.done)
             if self._host:
                 self.done.synchronize()
         else:
             self._running.wait()
+            self.is_waiting = False
             self._sum(None)
             self._attach()
         if observer is not None:
@@ -247,10 +249,14 @@ class Reduction:
             self._detach()
         self._kept, self._running, self._result, self._then = (), None, None, None
 
+    def cancel(self) -> None:
+        """What was to run behind the sum does not."""
+        self._then = None
+
     def forget(self) -> None:
         """Drop all gradients."""
         self.complete()
-        self._total = None
+        self._total, self._given = None, []
         self._accumulated = [None] * len(self.parameters)
         for parameter in (*self.masters, *self.parameters):
             parameter.grad = None
@@ -319,6 +325,7 @@ class Reduction:
             self._kept = (*self._kept, self._result)  # It is read from until `complete`.
             self._result = pinned.copy_(self._result, non_blocking=True)
         if self._total is not None:
+            self._heed()
             if self._host and self._lanes.on_device:
                 self.done.record(self._lanes.reduce)
                 self.done.synchronize()
@@ -330,13 +337,23 @@ class Reduction:
         assert self._result is not None
         self._total = self._result
         parts = torch.split_with_sizes(self._total, self._split)[1::2]
-        for master, part, shape in zip(self.masters, parts, self._shapes, strict=True):
-            master.grad = part if shape is None else part.view(shape)
+        self._given = [part if shape is None else part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        for master, part in zip(self.masters, self._given, strict=True):
+            master.grad = part
+
+    def _heed(self) -> None:
+        """Somebody (an optimizer's `zero_grad`, say) may have dropped or replaced what the masters were given: that is what is added to."""
+        for master, part in zip(self.masters, self._given, strict=True):
+            if master.grad is None:
+                part.zero_()
+            elif master.grad is not part:
+                part.copy_(master.grad)
+            master.grad = part
 
     def _detach(self) -> None:
         """The gradients have been used; their memory lives until `complete`."""
         self._kept = (*self._kept, self._total, self._result)
-        self._total = None
+        self._total, self._given = None, []
         for master in self.masters:
             master.grad = None
 

@@ -8,7 +8,6 @@ the last blocks of the forward pass need no second gather.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +15,11 @@ import torch
 from torch import Tensor
 
 from intarsia_flexshard.lanes import Lanes
+from intarsia_flexshard.sharing import aligned
 
 if TYPE_CHECKING:
     from intarsia_flexshard.bucket import Bucket
     from intarsia_flexshard.reduction import Pack
-
-# Buckets share a ring if the largest is at most this many times the smallest.
-SIMILAR = 1.1
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,28 +33,6 @@ class Slot:
     resident: Bucket | None = None
     dirty: bool = False
     packs: list[Pack] = dataclasses.field(default_factory=list)
-
-
-def aligned(size: int) -> int:
-    """At least `size` bytes, so that what comes after begins where every kernel likes it."""
-    return math.ceil(size / 512) * 512
-
-
-def group(order: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Which buckets share a ring: lists of positions. `order` has for each bucket, in execution order, its bytes and a key that they must share."""
-    rings: list[list[int]] = []
-    for position in sorted(range(len(order)), key=lambda index: (-order[index][0], index)):
-        fitting = [ring for ring in rings if order[ring[0]][1] == order[position][1] and order[ring[0]][0] <= SIMILAR * order[position][0]]
-        if fitting:
-            fitting[0].append(position)
-        else:
-            rings.append([position])
-    return [sorted(ring) for ring in rings]
-
-
-def slots_needed(ring: Sequence[int], window: int) -> int:
-    """Buffers of a ring with buckets at these places of the execution order, `window` neighbours of which are alive at a time."""
-    return max(sum(first <= other < first + window for other in ring) for first in ring)
 
 
 def make_slots(buckets: Sequence[Bucket], count: int, lanes: Lanes, least: int = 0) -> list[Slot]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from intarsia.comm import Communicator
 from intarsia.contracts import Optimizer, Placement
-from intarsia.errors import PluginError, UsageError, did_you_mean
+from intarsia.errors import DistributedError, PluginError, UsageError, did_you_mean
 from intarsia.mesh import Mesh
 from intarsia.parameters import ParameterTable, materialise_buffers
 from intarsia.plugins import Plugins, current
@@ -32,6 +32,7 @@ from intarsia_flexshard.assign import BucketSpec, assign, read_outside
 from intarsia_flexshard.bucket import BalancedPlacement, Bucket, Groups
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.gathers import Gathers, needs_weights
+from intarsia_flexshard.guards import Places, check_values, refuse_copies
 from intarsia_flexshard.hooks import Call, Inputs, differentiable, handled, in_backward, untraced, when_known
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.memory import grow_pack
@@ -149,6 +150,9 @@ class FlexShardModel:
         last_two: Sequence[Bucket | None] = self.gathers.order[-2:]
         self._after_fullest, self._fullest = last_two if len(last_two) == 2 else (None, None)
         self._modules = self._install()
+        self._places = [Places(bucket) for bucket in buckets]
+        refuse_copies(modules.values(), buckets)
+        model.zero_grad = lambda set_to_none=True: self.zero_gradients()  # type: ignore[method-assign]
 
     # ------------------------------------------------------------ build
 
@@ -188,7 +192,8 @@ class FlexShardModel:
         return {name: values[name] for name in self._parameters}
 
     def load_masters(self, values: Mapping[str, Tensor]) -> None:
-        """Take back what `masters` gave."""
+        """Take back what `masters` gave, or copies of it."""
+        check_values(self._parameters, values)
         for bucket in self.buckets:
             bucket.take(dict(values))
 
@@ -199,6 +204,8 @@ class FlexShardModel:
 
     def finish_gradients(self, wait: bool = True) -> None:
         """Reduce what is left, the last bucket first, and give everything back. Without `wait` sums may still be under way: `update` waits for what it needs."""
+        for places in self._places:
+            places.check_trained()
         if self.lanes.observer is not None:
             self.lanes.observer.clear()
         for bucket in reversed(self.buckets):
@@ -231,6 +238,21 @@ class FlexShardModel:
     @torch.no_grad()
     def update(self, optimizer: Optimizer, factor: Any) -> None:
         """Let the optimizer update the masters, bucket by bucket as their sums arrive, and start the next step's first gathers under the rest of it."""
+        try:
+            self._update(optimizer, factor)
+        except BaseException:
+            self._give_up_update()
+            raise
+
+    def _give_up_update(self) -> None:
+        """An update has failed: some masters may have changed and others not, and what was gathered or quantised is of neither."""
+        for reduction in self._pending:
+            reduction.cancel()
+        self._updated.clear()
+        with contextlib.suppress(DistributedError):  # Where ranks are gone that error is the one to see, or its cause is.
+            self.after_update()
+
+    def _update(self, optimizer: Optimizer, factor: Any) -> None:
         gathers = self.gathers
         gathers.fence()
         gathers.drop()
@@ -273,6 +295,9 @@ class FlexShardModel:
         self._early = (optimizer, factor)
         try:
             yield
+        except BaseException:
+            self._give_up_update()
+            raise
         finally:
             self._early = None
 
@@ -374,6 +399,8 @@ class FlexShardModel:
 
     def _begin_pass(self) -> None:
         """A forward pass of the model begins."""
+        for places in self._places:
+            places.check_places()
         self.lanes.begin()
         if self.lanes.observer is not None and not in_backward():
             self.lanes.observer.clear()
