@@ -58,6 +58,13 @@ class BalancedPlacement:
         return found
 
 
+def balanced(placement: Placement, loads: dict[tuple[str, ...], list[float]], axes: tuple[str, ...], ranks: int) -> Placement:
+    """The placement, told of the `loads` that ranks over `axes` have, if it can balance them."""
+    if not hasattr(placement, "partition_balanced"):
+        return placement
+    return BalancedPlacement(placement, loads.setdefault(axes, [0.0] * ranks))
+
+
 class Bucket:
     """One bucket of a sharded model.
 
@@ -78,24 +85,20 @@ class Bucket:
     ) -> None:
         self.spec, self.name, self.groups, self.lanes, self.is_split = spec, spec.name, groups, lanes, config.master == "split"
         self._tile, self._power_of_two = config.tile, config.scales == "power_of_two"
-        # Trained members first: then masters and gradients lie alike.
-        self.infos: list[ParameterInfo] = sorted(spec.infos, key=lambda info: not info.trainable)  # type: ignore[arg-type]
-        self.is_kept = spec.reshard == "never" or spec.is_root
+        self.infos: list[ParameterInfo] = spec.members
+        self.is_kept = spec.is_kept
         # What stays whole anyway and is needed in several places is gathered as the model's forward begins.
         self.drivers = ("",) if self.is_kept and len(spec.modules) > 1 else spec.modules
         self.compute_dtype = getattr(torch, spec.compute)
         self.master_dtype = torch.bfloat16 if self.is_split else getattr(torch, table.dtype)
         shapes, regions, self.is_cut = lay_out(spec, self.infos, placement, table, mesh, config)
         self.index = groups.gather.rank if self.is_cut else 0
-        widths = [DTYPE_BYTES[name] for name in (table.dtype, spec.compute, spec.reduce)]
-        alignment = ALIGNMENT_BYTES // min([*widths, 2 if self.is_split else 8])
-        self.geometry = make_geometry(shapes, regions, alignment)
-        trained = sum(info.trainable for info in self.infos)
-        self.trained = self.infos[:trained]
+        self.geometry, of_trained = make_geometries(spec, shapes, regions, table.dtype, self.is_split)
+        self.trained = [info for info in self.infos if info.trainable]
         self.trained_names = tuple(info.name for info in self.trained)
         self._make_shard(table)
         self._make_whole(readers)
-        self.reduction = self._make_reduction(make_geometry(shapes[:trained], [row[:trained] for row in regions], alignment))
+        self.reduction = self._make_reduction(of_trained)
         self.slot: Slot | None = None
         self.gather: Any = None
         self.arrived = lanes.event()
@@ -211,11 +214,6 @@ class Bucket:
     def is_in_use(self) -> bool:
         """Whether somebody may be reading the whole parameters."""
         return bool(self.running) or self.entered or self.is_held
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether the whole parameters are there, or on their way."""
-        return self.slot is None or self.slot.resident is self
 
     def move_to(self, slot: Slot) -> None:
         """Live in `slot` from now on."""
@@ -394,6 +392,15 @@ def lay_out(
             row.append(tuple(Box(tuple(a - o for a, o in zip(box.start, origin, strict=True)), box.size) for box in boxes))
         regions.append(row)
     return shapes, regions, is_cut
+
+
+def make_geometries(
+    spec: BucketSpec, shapes: Sequence[tuple[int, ...]], regions: Sequence[Sequence[Region]], master: str, is_split: bool
+) -> tuple[Geometry, Geometry]:
+    """Of all members, and of the trained ones alone, whose gradients are reduced. Members begin where the narrowest dtype that they ever have is aligned."""
+    narrowest = min(*(DTYPE_BYTES[name] for name in (master, spec.compute, spec.reduce)), 2 if is_split else 8)
+    alignment, trained = ALIGNMENT_BYTES // narrowest, sum(info.trainable for info in spec.infos)
+    return make_geometry(shapes, regions, alignment), make_geometry(shapes[:trained], [row[:trained] for row in regions], alignment)
 
 
 class OuterCuts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from intarsia.errors import UsageError
@@ -42,6 +42,16 @@ def readers_of(info: ParameterInfo, modules: Mapping[str, nn.Module]) -> list[Ow
     """The modules that have the parameter, and what they call it."""
     places = [name.rpartition(".") for name in (info.name, *info.aliases)]
     return [(modules[owner], attribute) for owner, _, attribute in places]
+
+
+def read_in_forward(table: ParameterTable, modules: Mapping[str, nn.Module], outside: Collection[str]) -> dict[str, list[Owner]]:
+    """By parameter who reads it; nobody where it is also read `outside` of forward."""
+    return {info.name: [] if {info.name, *info.aliases} & set(outside) else readers_of(info, modules) for info in table.values()}
+
+
+def running(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The names of the modules that have a forward of their own: containers have none."""
+    return [name for name, module in modules.items() if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))]
 
 
 def check_masters(is_split: bool, table: ParameterTable, specs: Sequence[BucketSpec]) -> None:

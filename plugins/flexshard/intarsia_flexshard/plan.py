@@ -56,6 +56,11 @@ class Geometry:
         """Elements of all members, without padding."""
         return sum(map(math.prod, self.shapes))
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether the rank-major buffer is one member as it is, and nothing else."""
+        return len(self.shapes) == 1 and self.starts[0] == 0 and self.total == self.elements
+
     def pieces(self, member: int) -> list[Piece]:
         """All ranks' boxes of a member."""
         found, base = [], 0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from intarsia.comm import Communicator
+from intarsia.comm import Communicator, add_parts
 from intarsia.layout import region_numel, slices
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.plan import Geometry
 from intarsia_flexshard.recorded import Recorded, record
 from intarsia_flexshard.ring import Slot
+from intarsia_flexshard.sharing import parts_received
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,18 +57,16 @@ class Target:
     boxes: tuple[tuple[slice, ...], ...] | None
 
 
-def add_parts(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
-    """out = scale * (parts[0] + parts[1] + ...), added in `out`'s dtype in this order."""
-    out.copy_(parts[0])
-    for part in parts[1:]:
-        out.add_(part)
+def add_scaled(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
+    """`add_parts`, times `scale`."""
+    add_parts(parts, out)
     if scale != 1.0:
         out.mul_(scale)
 
 
 def prepare_add(parts: Sequence[Tensor], scale: float) -> Callable[[Tensor], None]:
-    """`add_parts` of these into what it is called with."""
-    return lambda out: add_parts(parts, out, scale)
+    """`add_scaled` of these into what it is called with."""
+    return lambda out: add_scaled(parts, out, scale)
 
 
 Sums = tuple[Callable[[Sequence[Tensor], Tensor, float], None], Callable[[Sequence[Tensor], float], Callable[[Tensor], None]]]
@@ -75,12 +74,12 @@ Sums = tuple[Callable[[Sequence[Tensor], Tensor, float], None], Callable[[Sequen
 
 @functools.cache
 def best_sums(device_type: str) -> Sums:
-    """The fused `add_parts` and `prepare_add` where their kernels are installed and can run, else these."""
+    """`add_scaled` and `prepare_add`: the fused ones where their kernels are installed and can run, else these."""
     if device_type == "cuda" and importlib.util.find_spec("intarsia_kernels") and importlib.util.find_spec("triton"):
         from intarsia_kernels.optimizer import sum as fused
 
         return fused.add_parts, fused.prepare_add
-    return add_parts, prepare_add
+    return add_scaled, prepare_add
 
 
 class Reduction:
@@ -114,7 +113,7 @@ class Reduction:
         sizes, self._shapes = _parts_of(geometry, index, self.masters)
         self._split = sizes
         # A bucket of one parameter that lies there as its gradient does is sent without being packed.
-        self._is_bare = len(self.parameters) == 1 and geometry.starts[0] == 0 and geometry.total == geometry.elements
+        self._is_bare = geometry.is_bare
         self._accumulated: list[Tensor | None] = [None] * len(self.parameters)
         self._targets: dict[torch.dtype, list[Target]] = {}
         self._views: dict[torch.dtype, list[Tensor] | None] = {}
@@ -139,9 +138,8 @@ class Reduction:
 
     def _sizes(self, dtype: torch.dtype) -> tuple[int, int]:
         ranks = 1 if self._shards is None else self._shards.size
-        # A process that computes on CPUs gets its own part back, unless there are only two.
-        parts = ranks if ranks > 2 and not self._lanes.on_device else ranks - 1
-        return self.geometry.total * dtype.itemsize, parts * self._count * dtype.itemsize
+        received = parts_received(ranks, self._lanes.on_device) * self._count
+        return self.geometry.total * dtype.itemsize, received * dtype.itemsize
 
     def has_gradients(self) -> bool:
         """Whether backward has left something on the whole parameters."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from intarsia.comm import Communicator
-from intarsia.contracts import Optimizer, Placement
+from intarsia.contracts import Optimizer
 from intarsia.errors import DistributedError, PluginError, UsageError, did_you_mean
 from intarsia.mesh import Mesh
 from intarsia.parameters import ParameterTable, materialise_buffers
@@ -29,14 +29,14 @@ from intarsia.plugins import Plugins, current
 from torch import Tensor, nn
 
 from intarsia_flexshard.assign import BucketSpec, assign, read_outside
-from intarsia_flexshard.bucket import BalancedPlacement, Bucket, Groups
+from intarsia_flexshard.bucket import Bucket, Groups, balanced
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.gathers import Gathers, needs_weights
 from intarsia_flexshard.guards import Places, check_values, refuse_copies
 from intarsia_flexshard.hooks import Call, Inputs, differentiable, handled, in_backward, untraced, when_known
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.memory import grow_pack
-from intarsia_flexshard.parameters import check_fresh, check_masters, readers_of, take_place
+from intarsia_flexshard.parameters import check_fresh, check_masters, read_in_forward, running, take_place
 from intarsia_flexshard.payload import step_quantising
 from intarsia_flexshard.reduction import Reduction
 from intarsia_flexshard.wire import check_quantisation
@@ -64,22 +64,19 @@ class FlexShard:
         check_fresh(model)
         config, table.mesh = self.config, mesh
         modules = dict(model.named_modules(remove_duplicate=False))
-        names = [name for name, module in modules.items() if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))]
         blocks = list(model.regions().blocks)  # type: ignore[operator]
         outside = read_outside(model)
-        specs = assign(config, table.values(), blocks, names, table.compute, table.reduce, outside)
+        specs = assign(config, table.values(), blocks, running(modules), table.compute, table.reduce, outside)
         check_quantisation(config.tile, config.scales)
-        readers = {info.name: [] if {info.name, *info.aliases} & set(outside) else readers_of(info, modules) for info in table.values()}
+        readers = read_in_forward(table, modules, outside)
         lanes, groups = Lanes(mesh.device), self._groups(specs, mesh)
         is_split = config.master == "split"
         check_masters(is_split, table, specs)
         loads: dict[tuple[str, ...], list[float]] = {}
         buckets = []
         for spec in specs:
-            placement: Placement = self._plugins.build(spec.placement)
             mine = groups[spec.axes, spec.replicas]
-            if hasattr(placement, "partition_balanced"):
-                placement = BalancedPlacement(placement, loads.setdefault(spec.axes, [0.0] * mine.gather.size))
+            placement = balanced(self._plugins.build(spec.placement), loads, spec.axes, mine.gather.size)
             buckets.append(Bucket(spec, placement, table, mesh, mine, lanes, config, readers))
         for bucket in buckets:
             for info in bucket.infos:
