@@ -24,7 +24,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def _corrected(step, log_beta):
+def corrected(step, log_beta):
     """1 - beta^t, to the last bits where beta^t is nearly 1."""
     x = step * log_beta
     tail = 1.0 + x / 5 * (1.0 + x / 6 * (1.0 + x / 7 * (1.0 + x / 8)))
@@ -49,8 +49,8 @@ def _block(
         speed = tl.load(lr).to(tl.float32)
     else:
         speed = lr
-    rate = speed / _corrected(t, log_mean)
-    root = 1.0 / tl.sqrt(_corrected(t, log_square))
+    rate = speed / corrected(t, log_mean)
+    root = 1.0 / tl.sqrt(corrected(t, log_square))
     shrink = 1.0 - speed * weight_decay
     m += new_mean * (g - m)
     v = v * keep_square + new_square * (g * g)

@@ -6,8 +6,6 @@ cache. The wire's bits are those of `intarsia_kernels.fp8.tiles.quantise_tiles` 
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,7 @@ from intarsia.ops.scaled_reference import FORMAT, LARGEST, SMALLEST
 from torch import Tensor
 
 from intarsia_kernels.fp8.tiles import TRITON_DTYPES, Boxes, encode, find_box, is_whole, scale_of, tables
-from intarsia_kernels.optimizer.adamw import _corrected
+from intarsia_kernels.optimizer.adamw import corrected, numbers
 from intarsia_kernels.optimizer.adamw import supports as supports_adamw
 from intarsia_kernels.optimizer.blocks import read_master, write_master
 from intarsia_kernels.optimizer.launch import Launcher
@@ -37,8 +35,8 @@ def _adamw_tiles(
         speed = tl.load(lr).to(tl.float32)
     else:
         speed = lr
-    rate = speed / _corrected(t, log_mean)
-    root = 1.0 / tl.sqrt(_corrected(t, log_square))
+    rate = speed / corrected(t, log_mean)
+    root = 1.0 / tl.sqrt(corrected(t, log_square))
     shrink = 1.0 - speed * weight_decay
     o = tl.arange(0, ROWS)[:, None]
     # Four at a time: what a thread reads of the widest is what it writes of all.
@@ -95,17 +93,7 @@ def adamw_quantised(
         return True
     loaded = isinstance(lr, Tensor)
     scales = wire[: wire.numel() // 4 * 4].view(torch.float32)
-    scalars = (
-        table.boxes,
-        step,
-        lr if loaded else float(lr),
-        *(math.log(beta) if beta else -1e30 for beta in betas),
-        1.0 - betas[0],
-        1.0 - betas[1],
-        float(betas[1]),
-        float(eps),
-        float(weight_decay),
-    )
+    scalars = (table.boxes, step, lr if loaded else float(lr), *numbers(*betas, eps, weight_decay))
     rows = max(1, min(tile[0], BLOCK // tile[1]))
     constants = (
         *(low is not None, loaded, *tile, rows, STAGES, triton.next_power_of_2(table.boxes)),
