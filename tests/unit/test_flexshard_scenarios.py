@@ -583,3 +583,12 @@ def test_the_table_has_every_scenario_and_its_tests_exist() -> None:
             source = (TESTS / PLACES.get(place, place)).read_text()
             function = {"S2": f"case_{test}", "S4": f"case4_{test}"}.get(place, test)
             assert f"def {function}(" in source, (row[0], place, test)
+
+
+def test_a_torch_that_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from intarsia_flexshard.parameters import check_torch
+
+    check_torch()
+    monkeypatch.delattr(torch._C, "_will_engine_execute_node")
+    with pytest.raises(UsageError, match="_will_engine_execute_node, which torch"):
+        check_torch()

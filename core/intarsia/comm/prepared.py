@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
 from intarsia.errors import DistributedError
@@ -29,10 +30,12 @@ _Launch = Callable[[], Any]
 
 
 def add_parts(parts: Sequence[Tensor], out: Tensor) -> None:
-    """out = parts[0] + parts[1] + ..., in `out`'s dtype and in this order. Stability: provisional."""
-    out.copy_(parts[0].view_as(out))
+    """out = parts[0] + parts[1] + ..., in this order and in `out`'s dtype, or in float32 where that is narrower. Stability: provisional."""
+    total = out if out.element_size() >= 4 else torch.empty_like(out, dtype=torch.float32)
+    total.copy_(parts[0].view_as(out))
     for part in parts[1:]:
-        out.add_(part)
+        total.add_(part)
+    out.copy_(total)
 
 
 class PreparedCall:
@@ -121,7 +124,7 @@ class _GroupCall(PreparedCall):
         try:
             if self._on_host:
                 began = time.perf_counter()
-                self._works = [work for launch in self._launches if (work := launch()) is not None]
+                self._works = _unrecorded(self._launches) if _profiler_enabled() else _started(self._launches)
                 self.statistic.seconds += time.perf_counter() - began
             else:
                 self._enqueue()
@@ -157,6 +160,19 @@ class _GroupCall(PreparedCall):
             raise self.comm._failed(self.record, error) from error
         self._works = []
         self.statistic.seconds += time.perf_counter() - began
+
+
+def _started(launches: Sequence[_Launch]) -> list[Any]:
+    return [work for launch in launches if (work := launch()) is not None]
+
+
+def _unrecorded(launches: Sequence[_Launch]) -> list[Any]:
+    """As `_started`, hidden from a profiler: a background call that ends after the profiler writes its end into memory that is no longer the profiler's."""
+    _enable_record_function(False)
+    try:
+        return _started(launches)
+    finally:
+        _enable_record_function(True)
 
 
 class GroupGather(_GroupCall, Prepared):

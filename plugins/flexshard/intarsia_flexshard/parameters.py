@@ -16,6 +16,16 @@ from intarsia_flexshard.quantised import Owner
 MARK = "_flexshard_bucket"
 
 
+def check_torch() -> None:
+    """Refuse a torch whose autograd cannot be asked what it is doing. UsageError names what is missing."""
+    missing = [name for name in ("_current_graph_task_id", "_will_engine_execute_node") if not hasattr(torch._C, name)]
+    if missing:
+        raise UsageError(
+            f"FlexShard follows backward passes by torch._C.{' and torch._C.'.join(missing)}, which torch {torch.__version__} lacks. Use torch 2.11 to 2.15, or "
+            "sharder=whole."
+        )
+
+
 def check_fresh(model: nn.Module) -> None:
     """Raise UsageError where a parameter lives in a bucket already: the model, a part of it or one around it was sharded."""
     for name, parameter in model.named_parameters():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from intarsia.comm.prepared import GroupGather, GroupReduce
 from torch import Tensor
 
 
@@ -47,4 +48,4 @@ def record(call: Any, result: Tensor | None = None) -> Any:
     """`call`, recorded if it is a process group's; else itself (a transport's are copies, of which the host launches few)."""
     if isinstance(call, Recorded):
         return call
-    return Recorded(call, result) if type(call).__module__.startswith("intarsia.comm.") else call
+    return Recorded(call, result) if isinstance(call, (GroupGather, GroupReduce)) else call

@@ -36,7 +36,7 @@ from intarsia_flexshard.guards import Places, check_values, refuse_copies
 from intarsia_flexshard.hooks import Call, Inputs, differentiable, handled, in_backward, untraced, when_known
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.memory import grow_pack
-from intarsia_flexshard.parameters import check_fresh, check_masters, read_in_forward, running, take_place
+from intarsia_flexshard.parameters import check_fresh, check_masters, check_torch, read_in_forward, running, take_place
 from intarsia_flexshard.payload import step_quantising
 from intarsia_flexshard.reduction import Reduction
 from intarsia_flexshard.wire import check_quantisation
@@ -61,6 +61,7 @@ class FlexShard:
 
     def shard(self, model: nn.Module, table: ParameterTable, mesh: Mesh, comm: Communicator) -> FlexShardModel:
         """Cut each bucket by its placement over its axes; fill the shards; replace the model's parameters; install the hooks."""
+        check_torch()
         check_fresh(model)
         config, table.mesh = self.config, mesh
         modules = dict(model.named_modules(remove_duplicate=False))
