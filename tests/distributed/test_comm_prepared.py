@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +102,34 @@ def test_they_mean_the_same_on_any_number_of_processes(ranks: int) -> None:
 
 def test_both_kinds_and_groups_overlap(ranks: int = 3) -> None:
     assert spawn(overlapped, ranks) == [[]] * ranks
+
+
+def test_a_call_that_outlasts_a_profiler_is_not_recorded_by_it() -> None:
+    assert spawn(profiled, 2)[0] == ["aten::sin"]
+
+
+def profiled(world: Communicator) -> list[str]:
+    """Rank 0's part of a gather begins under a profiler and ends after it, when its end could only be written into memory that has been given back."""
+    comm = world.duplicate("gather")
+    local, full = torch.full((4,), float(comm.rank)), torch.zeros(8)
+    gather = comm.prepare_gather(local, full, [4, 4], "late")
+    names = []
+    if comm.rank == 0:
+        with torch.profiler.profile() as profiler:
+            gather.start()
+            torch.ones(3).sin()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(path))
+            found = json.loads(path.read_text())["traceEvents"]
+        names = [event["name"] for event in found if event["name"] == "aten::sin" or event["name"].startswith("gloo:")]
+        del profiler
+    world.barrier()
+    if comm.rank == 1:
+        gather.start()
+    gather.wait()
+    assert full.tolist() == [0.0] * 4 + [1.0] * 4
+    return names
 
 
 def overlapped(world: Communicator) -> list[str]:

@@ -29,7 +29,9 @@ class ConfigCommand:
         parser.add_argument(
             "recipe", nargs="?", help="name of a recipe, path.py:function, run directory or recipe.json; none: list the recipes"
         )
-        parser.add_argument("overrides", nargs="*", metavar="PATH=VALUE", help="overrides, such as optimizer=muon or model.layers.*.dim=64")
+        parser.add_argument(
+            "overrides", nargs="*", default=[], metavar="PATH=VALUE", help="overrides, such as optimizer=muon or model.layers.*.dim=64"
+        )
         parser.add_argument(
             "--with", dest="transforms", action="append", default=[], metavar="TRANSFORM", help="apply a transform (repeatable)"
         )

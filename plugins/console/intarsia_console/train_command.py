@@ -23,7 +23,9 @@ class TrainCommand:
         parser.add_argument(
             "recipe", nargs="?", help="name of a recipe, path.py:function, run directory or recipe.json; may be left out with --resume DIR"
         )
-        parser.add_argument("overrides", nargs="*", metavar="PATH=VALUE", help="overrides, such as train.steps=200 optimizer=adamw")
+        parser.add_argument(
+            "overrides", nargs="*", default=[], metavar="PATH=VALUE", help="overrides, such as train.steps=200 optimizer=adamw"
+        )
         parser.add_argument(
             "--with", dest="transforms", action="append", default=[], metavar="TRANSFORM", help="apply a transform (repeatable)"
         )

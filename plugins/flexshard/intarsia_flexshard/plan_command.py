@@ -23,7 +23,7 @@ class PlanCommand:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The command's arguments."""
         parser.add_argument("recipe", help="name of a recipe, path.py:function, run directory or recipe.json")
-        parser.add_argument("overrides", nargs="*", metavar="PATH=VALUE", help="overrides, such as sharder.placement=flat")
+        parser.add_argument("overrides", nargs="*", default=[], metavar="PATH=VALUE", help="overrides, such as sharder.placement=flat")
         parser.add_argument(
             "--with", dest="transforms", action="append", default=[], metavar="TRANSFORM", help="apply a transform (repeatable)"
         )
