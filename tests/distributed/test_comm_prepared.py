@@ -266,8 +266,8 @@ def test_in_check_mode_both_sides_are_told(kind: str, words: list[str]) -> None:
 
 @pytest.mark.parametrize("check", ["0", "1"])
 def test_a_missing_rank_is_named_within_the_limit(check: str) -> None:
-    results = spawn(differ, 2, "absent", errors=True, world_timeout_s=3, environment={"INTARSIA_CHECK_COLLECTIVES": check})
-    assert results[0]["error"] == "DistributedError" and results[0]["seconds"] < 15
+    results = spawn(differ, 2, "absent", errors=True, world_timeout_s=8, environment={"INTARSIA_CHECK_COLLECTIVES": check})
+    assert results[0]["error"] == "DistributedError" and results[0]["seconds"] < 25
     assert "gather 'unshard layers.0'" in results[0]["message"] and "group 'world'" in results[0]["message"]
     assert "rank 1 said nothing" in results[0]["message"]
 

@@ -94,18 +94,27 @@ class GatherThenQuantise(PlainPayload):
         hidden = [nn.Parameter(torch.empty(0, dtype=dtype)) for _ in self.model]
         super().__init__(geometry, master, torch.zeros(master.numel(), dtype=dtype), hidden, dtype)
 
+    def bind(self, buffer: Tensor, staging: Tensor) -> None:
+        """The model's parameters have memory of their own, for good."""
+        super().bind(buffer, staging)
+        for whole, parameter, owners in zip(self._parameters, self.model, self.owners, strict=True):
+            if whole.dim() not in (2, 3):
+                parameter.data = whole.data
+            elif not reads_payload(owners):
+                parameter.data = torch.empty_like(whole.data)
+            else:
+                parameter.data = torch.full((), math.nan, dtype=self.dtype).expand(whole.shape)
+
     def decode(self) -> None:
         """Quantise."""
         super().decode()
         for whole, parameter, owners in zip(self._parameters, self.model, self.owners, strict=True):
             if whole.dim() not in (2, 3):
-                parameter.data = whole.data
                 continue
             payload, scales = quantise(whole.detach(), self.tile, self.power)
             if not reads_payload(owners):
-                parameter.data = dequantise(payload, scales, self.tile, self.dtype)
+                parameter.data.copy_(dequantise(payload, scales, self.tile, self.dtype))
                 continue
-            parameter.data = torch.full((), math.nan, dtype=self.dtype).expand(whole.shape)
             for module, name in owners:
                 setattr(module, f"{name}_payload", payload)
                 setattr(module, f"{name}_scales", scales)
