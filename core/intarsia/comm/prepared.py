@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _enable_record_function, _profiler_enabled
+from torch._C._autograd import _enable_record_function
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
 from intarsia.errors import DistributedError
@@ -30,12 +30,10 @@ _Launch = Callable[[], Any]
 
 
 def add_parts(parts: Sequence[Tensor], out: Tensor) -> None:
-    """out = parts[0] + parts[1] + ..., in this order and in `out`'s dtype, or in float32 where that is narrower. Stability: provisional."""
-    total = out if out.element_size() >= 4 else torch.empty_like(out, dtype=torch.float32)
-    total.copy_(parts[0].view_as(out))
+    """out = parts[0] + parts[1] + ..., in `out`'s dtype and in this order. Stability: provisional."""
+    out.copy_(parts[0].view_as(out))
     for part in parts[1:]:
-        total.add_(part)
-    out.copy_(total)
+        out.add_(part)
 
 
 class PreparedCall:
@@ -123,9 +121,12 @@ class _GroupCall(PreparedCall):
         self.begin()
         try:
             if self._on_host:
-                began = time.perf_counter()
-                self._works = _unrecorded(self._launches) if _profiler_enabled() else _started(self._launches)
-                self.statistic.seconds += time.perf_counter() - began
+                # Hidden from a profiler: a background call that ends after the profiler writes its end into memory that is no longer the profiler's.
+                _enable_record_function(False)
+                try:
+                    self._works = [work for launch in self._launches if (work := launch()) is not None]
+                finally:
+                    _enable_record_function(True)
             else:
                 self._enqueue()
         except RuntimeError as error:
@@ -133,7 +134,7 @@ class _GroupCall(PreparedCall):
 
     def _enqueue(self) -> None:
         captured = torch.cuda.is_current_stream_capturing()
-        end = self._event
+        end: Any = self._event
         if self.comm.timed and not captured:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -144,7 +145,6 @@ class _GroupCall(PreparedCall):
             if work is not None:
                 work.wait()
         if not captured:
-            assert end is not None
             end.record()
             self.comm.watch_event(end, self.record)
 
@@ -160,19 +160,6 @@ class _GroupCall(PreparedCall):
             raise self.comm._failed(self.record, error) from error
         self._works = []
         self.statistic.seconds += time.perf_counter() - began
-
-
-def _started(launches: Sequence[_Launch]) -> list[Any]:
-    return [work for launch in launches if (work := launch()) is not None]
-
-
-def _unrecorded(launches: Sequence[_Launch]) -> list[Any]:
-    """As `_started`, hidden from a profiler: a background call that ends after the profiler writes its end into memory that is no longer the profiler's."""
-    _enable_record_function(False)
-    try:
-        return _started(launches)
-    finally:
-        _enable_record_function(True)
 
 
 class GroupGather(_GroupCall, Prepared):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +17,6 @@ def profiled(config: ProfileConfig, step: int, rank: int, directory: Path) -> It
     if step not in config.steps:
         yield
         return
-    # Above all levels: on a CPU, kineto would print a line at the beginning and one at the end of each trace.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(profile_memory=config.memory, record_shapes=config.memory) as profiler:
         yield
         if torch.cuda.is_available():

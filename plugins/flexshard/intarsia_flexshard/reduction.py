@@ -58,10 +58,13 @@ class Target:
 
 
 def add_scaled(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
-    """`add_parts`, times `scale`."""
-    add_parts(parts, out)
+    """`add_parts`, times `scale`; in float32 where `out` is narrower, and rounded once."""
+    total = out if out.element_size() >= 4 else torch.empty_like(out, dtype=torch.float32)
+    add_parts(parts, total)
     if scale != 1.0:
-        out.mul_(scale)
+        total.mul_(scale)
+    if total is not out:
+        out.copy_(total)
 
 
 def prepare_add(parts: Sequence[Tensor], scale: float) -> Callable[[Tensor], None]:
