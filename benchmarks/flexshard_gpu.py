@@ -303,9 +303,9 @@ def host(section: Section) -> None:
             name = f"{'compiled' if compiled else 'eager'}{'-copy-engine' if transport else ''}"
             variants = section.prepare({name: lambda setup=setup, transport=transport: Ours(setup, transport)}, batch)  # type: ignore[misc]
             if name in variants:
+                section.race(variants, batch, 2)
                 with section.guard(name):
                     section.record["variants"][name]["host"] = host_time(variants[name], batch, section.device)
-                section.race(variants, batch, 2)
             variants.clear()
 
 

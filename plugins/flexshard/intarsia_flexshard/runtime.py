@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -123,7 +122,7 @@ class FlexShardModel:
         self, model: nn.Module, table: ParameterTable, buckets: list[Bucket], config: FlexShardConfig, lanes: Lanes, comm: Communicator
     ) -> None:
         self.buckets, self.lanes = buckets, lanes
-        self._model, self._config, self._comm = model, config, comm
+        self._model, self._config = model, config
         self._by_name = {bucket.name: bucket for bucket in buckets}
         self._reshard, self._poison, self._driven = True, config.debug, True
         self._last, self._any_unsynced = True, False
@@ -135,7 +134,6 @@ class FlexShardModel:
         self._entered: list[Call] = []
         self._steps = 0
         self.self_contained = False
-        self.measure_host, self.host_seconds, self.host_buckets = False, 0.0, 0
         modules = dict(model.named_modules(remove_duplicate=False))
         for bucket in buckets:
             bucket.needs_backward = any(needs_weights(modules[name]) for name in bucket.drivers)
@@ -448,7 +446,6 @@ class FlexShardModel:
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._driven:
                 return
-            begin = time.perf_counter() if self.measure_host else 0.0
             if self.lanes.observer is not None:
                 self.lanes.observer.enter("forward", bucket.name)
             recomputing = in_backward()
@@ -475,9 +472,6 @@ class FlexShardModel:
                     else:
                         given = when_known(inputs, leave)
                     bucket.running[-1] = (call, given)
-            if self.measure_host:
-                self.host_seconds += time.perf_counter() - begin
-                self.host_buckets += 1
 
         return untraced(before_forward)
 
@@ -485,7 +479,6 @@ class FlexShardModel:
         def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self._driven:
                 return
-            begin = time.perf_counter() if self.measure_host else 0.0
             if not bucket.running:  # The hook before has failed.
                 return
             call, given = bucket.running.pop()
@@ -513,8 +506,6 @@ class FlexShardModel:
                 bucket.free(self._poison)
             if self.lanes.observer is not None:
                 self.lanes.observer.leave("forward", bucket.name)
-            if self.measure_host:
-                self.host_seconds += time.perf_counter() - begin
 
         return untraced(after_forward)
 
@@ -537,7 +528,6 @@ class FlexShardModel:
         # or nobody asks for one.
         for later in sorted((other for other in self._entered if other.number > call.end), key=lambda other: -other.number):
             self._leave(later)
-        begin = time.perf_counter() if self.measure_host else 0.0
         if self.lanes.observer is not None:
             self.lanes.observer.enter("backward", bucket.name)
         bucket.open, call.is_left = True, False
@@ -548,8 +538,6 @@ class FlexShardModel:
             bucket.entered = True
             bucket.settle()
             self.gathers.prefetch(bucket, -1)
-        if self.measure_host:
-            self.host_seconds += time.perf_counter() - begin
 
     def _leave_known(self, known: weakref.ref[Call], gradient: Any = None) -> None:
         """All gradients of a call's inputs are known."""
@@ -576,7 +564,6 @@ class FlexShardModel:
         bucket = self._close(call)
         if not self._driven:
             return
-        begin = time.perf_counter() if self.measure_host else 0.0
         if not (bucket.is_kept or bucket.is_in_use) and self._reshard:
             bucket.free(self._poison)
         # The bucket before is there already, and this one's slot is free.
@@ -590,5 +577,3 @@ class FlexShardModel:
             (self._reduce if is_due else self._accumulate)(bucket)
         if self.lanes.observer is not None:
             self.lanes.observer.leave("backward", bucket.name)
-        if self.measure_host:
-            self.host_seconds += time.perf_counter() - begin
