@@ -49,16 +49,12 @@ class Places:
 
     def check_places(self) -> None:
         """Raise UsageError where a parameter has left the bucket's memory."""
-        bucket, parameters = self._bucket, self._bucket.whole.values()
-        places = [parameter.data_ptr() for parameter in parameters]
+        bucket = self._bucket
+        places = [parameter.data_ptr() for parameter in bucket.whole.values()]
         if bucket.slot is not self._slot:
             self._slot, self._places = bucket.slot, places
-        if places != self._places or any(parameter.dtype != bucket.compute_dtype for parameter in parameters):
-            name = next(
-                name
-                for place, (name, parameter) in zip(self._places, bucket.whole.items(), strict=True)
-                if parameter.data_ptr() != place or parameter.dtype != bucket.compute_dtype
-            )
+        if places != self._places:
+            name = next(name for name, place, before in zip(bucket.whole, places, self._places, strict=True) if place != before)
             raise UsageError(
                 f"Parameter {name!r} was given other memory after bucket {bucket.name!r} was sharded: a gather would not reach it. Do not call `to`, `half`, "
                 "`float` and the like, or set `.data`, on a sharded model; dtype and device are precision.compute's and the mesh's."

@@ -113,8 +113,7 @@ class Reduction:
         (self._add, self._prepare_add), self._scale = best_sums(parameters[0].device.type), scale
         self._parts: Sequence[Tensor] = ()
         self._count = geometry.counts[index]
-        sizes, self._shapes = _parts_of(geometry, index, self.masters)
-        self._split = sizes
+        self._split, self._shapes = _parts_of(geometry, index, self.masters)
         # A bucket of one parameter that lies there as its gradient does is sent without being packed.
         self._is_bare = geometry.is_bare
         self._accumulated: list[Tensor | None] = [None] * len(self.parameters)
@@ -168,28 +167,13 @@ class Reduction:
         `is_wide`: micro-batches were accumulated in this step (the same on all ranks). `fresh_pack(bytes, bytes)` gives larger buffers where the bucket's own
         is too small. `then` runs behind the sum with the masters' `.grad` in place, which are dropped afterwards.
         """
-        if is_wide and self.narrow != self.wide:
-            self.accumulate()
         dtype = self.wide if is_wide else self.narrow
-        gradients = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        if any(kept is not None for kept in self._accumulated):
-            gradients = [_plus(kept, gradient) for kept, gradient in zip(self._accumulated, gradients, strict=True)]
-            self._accumulated = [None] * len(self.parameters)
-        lanes = self._lanes
+        lanes, gradients = self._lanes, self._gather_up(is_wide)
         bare = gradients[0] if self._is_bare else None
         if bare is not None and bare.is_contiguous() and bare.dtype == dtype:
             source, running, pack = bare.view(-1), self._prepare(bare.view(-1), None), None
         else:
-            pack = self.pack
-            size, received = self._sizes(dtype)  # Of what is sent as it is too, if it is missing or lies otherwise.
-            if pack is None or pack.buffer.numel() < size or pack.scratch.numel() < received or not pack.claim():
-                pack = self.use(fresh_pack(size, received))
-            if pack.user is not None and pack.user is not self:
-                pack.user.complete()
-            if pack.dirty:
-                lanes.compute.wait_event(pack.read)
+            pack = self._free_pack(dtype, fresh_pack)
             source, running = self._fill(pack, dtype, gradients)
             pack.user, pack.dirty = self, lanes.on_device
         self._kept = (source, gradients if pack is None else None)
@@ -226,6 +210,30 @@ class Reduction:
                 observer.end("reduce", self.name)
             self._then = then
         self.is_waiting = True
+
+    def _gather_up(self, is_wide: bool) -> list[Tensor | None]:
+        """What backward has left, and what was put aside before, by parameter; nothing stays behind."""
+        if is_wide and self.narrow != self.wide:
+            self.accumulate()
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        if any(kept is not None for kept in self._accumulated):
+            gradients = [_plus(kept, gradient) for kept, gradient in zip(self._accumulated, gradients, strict=True)]
+            self._accumulated = [None] * len(self.parameters)
+        return gradients
+
+    def _free_pack(self, dtype: torch.dtype, fresh_pack: Callable[[int, int], Pack]) -> Pack:
+        """The bucket's pack, or a larger one, when nobody reads it any more."""
+        pack = self.pack
+        size, received = self._sizes(dtype)  # Of what is sent as it is too, if it is missing or lies otherwise.
+        if pack is None or pack.buffer.numel() < size or pack.scratch.numel() < received or not pack.claim():
+            pack = self.use(fresh_pack(size, received))
+        if pack.user is not None and pack.user is not self:
+            pack.user.complete()
+        if pack.dirty:
+            self._lanes.compute.wait_event(pack.read)
+        return pack
 
     def complete(self) -> None:
         """Whatever is computed from now on comes after the sum, and the masters have their `.grad`."""
