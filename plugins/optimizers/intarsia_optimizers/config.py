@@ -7,18 +7,28 @@ from intarsia.config import Config, OptimizerConfig, ScheduleConfig
 
 
 @chz.chz(typecheck=True)
-class AdamWConfig(OptimizerConfig):
-    """AdamW: Adam with decoupled weight decay."""
+class StatefulConfig(OptimizerConfig):
+    """What every optimizer here is asked about its state."""
 
-    lr: float = chz.field(default=3e-4, doc="Learning rate before the schedule's factor.")
-    weight_decay: float = chz.field(default=0.1, doc="Decoupled weight decay: a parameter shrinks by lr x weight_decay in each step.")
-    betas: tuple[float, float] = chz.field(default=(0.9, 0.95), doc="Decay of the running means of the gradient and of its square.")
-    eps: float = chz.field(default=1e-8, doc="Added to the root of the second mean.")
-    decay_vectors: bool = chz.field(default=False, doc="Decay parameters with fewer than two dimensions (norm weights, biases) as well.")
     state_dtype: str = chz.field(
         default="master",
         doc="Dtype of the optimizer's state: master (that of the masters), or bfloat16, rounded to nearest after each update.",
     )
+
+
+@chz.chz(typecheck=True)
+class ElementwiseConfig(StatefulConfig):
+    """An optimizer that updates each element by itself."""
+
+    decay_vectors: bool = chz.field(default=False, doc="Decay parameters with fewer than two dimensions (norm weights, biases) as well.")
+
+
+@chz.chz(typecheck=True)
+class MomentsConfig(ElementwiseConfig):
+    """An optimizer that follows the gradient's first two moments."""
+
+    betas: tuple[float, float] = chz.field(default=(0.9, 0.95), doc="Decay of the running means of the gradient and of its square.")
+    eps: float = chz.field(default=1e-8, doc="Added to the root of the second mean.")
     implementation: str = chz.field(
         default="auto",
         doc="fused, foreach, the name of an installed optimizer kernel, or auto: fused where torch has it for device and dtypes, a kernel for split masters and narrow state where one fits.",
@@ -26,27 +36,25 @@ class AdamWConfig(OptimizerConfig):
 
 
 @chz.chz(typecheck=True)
-class AdamConfig(OptimizerConfig):
+class AdamWConfig(MomentsConfig):
+    """AdamW: Adam with decoupled weight decay."""
+
+    lr: float = chz.field(default=3e-4, doc="Learning rate before the schedule's factor.")
+    weight_decay: float = chz.field(default=0.1, doc="Decoupled weight decay: a parameter shrinks by lr x weight_decay in each step.")
+
+
+@chz.chz(typecheck=True)
+class AdamConfig(MomentsConfig):
     """Adam, with its original defaults; decay by the penalty's gradient (`l2`) or decoupled."""
 
     lr: float = chz.field(default=1e-3, doc="Learning rate before the schedule's factor.")
     weight_decay: float = chz.field(default=0.0, doc="Decoupled weight decay.")
     l2: float = chz.field(default=0.0, doc="Weight decay that is not decoupled: l2 times the parameter is added to its gradient.")
     betas: tuple[float, float] = chz.field(default=(0.9, 0.999), doc="Decay of the running means of the gradient and of its square.")
-    eps: float = chz.field(default=1e-8, doc="Added to the root of the second mean.")
-    decay_vectors: bool = chz.field(default=False, doc="Decay parameters with fewer than two dimensions (norm weights, biases) as well.")
-    state_dtype: str = chz.field(
-        default="master",
-        doc="Dtype of the optimizer's state: master (that of the masters), or bfloat16, rounded to nearest after each update.",
-    )
-    implementation: str = chz.field(
-        default="auto",
-        doc="fused, foreach, the name of an installed optimizer kernel, or auto: fused where torch has it for device and dtypes, a kernel for split masters and narrow state where one fits.",
-    )
 
 
 @chz.chz(typecheck=True)
-class LionConfig(OptimizerConfig):
+class LionConfig(ElementwiseConfig):
     """Lion: the sign of an interpolation of momentum and gradient. Its learning rate is three to ten times smaller than AdamW's, its decay larger by as much."""
 
     lr: float = chz.field(default=1e-4, doc="Learning rate before the schedule's factor.")
@@ -54,15 +62,10 @@ class LionConfig(OptimizerConfig):
     betas: tuple[float, float] = chz.field(
         default=(0.9, 0.99), doc="Share of the momentum in the update, and decay of the momentum afterwards."
     )
-    decay_vectors: bool = chz.field(default=False, doc="Decay parameters with fewer than two dimensions (norm weights, biases) as well.")
-    state_dtype: str = chz.field(
-        default="master",
-        doc="Dtype of the optimizer's state: master (that of the masters), or bfloat16, rounded to nearest after each update.",
-    )
 
 
 @chz.chz(typecheck=True)
-class SGDConfig(OptimizerConfig):
+class SGDConfig(ElementwiseConfig):
     """Stochastic gradient descent."""
 
     lr: float = chz.field(default=0.1, doc="Learning rate before the schedule's factor.")
@@ -70,11 +73,6 @@ class SGDConfig(OptimizerConfig):
     l2: float = chz.field(default=0.0, doc="Weight decay that is not decoupled: l2 times the parameter is added to its gradient.")
     momentum: float = chz.field(default=0.9, doc="Share of the momentum that stays; 0: none is kept.")
     nesterov: bool = chz.field(default=False, doc="Nesterov momentum.")
-    decay_vectors: bool = chz.field(default=False, doc="Decay parameters with fewer than two dimensions (norm weights, biases) as well.")
-    state_dtype: str = chz.field(
-        default="master",
-        doc="Dtype of the optimizer's state: master (that of the masters), or bfloat16, rounded to nearest after each update.",
-    )
 
 
 @chz.chz(typecheck=True)
@@ -91,7 +89,7 @@ class SplitConfig(Config):
 
 
 @chz.chz(typecheck=True)
-class MuonConfig(OptimizerConfig):
+class MuonConfig(StatefulConfig):
     """Muon for matrices (momentum, then the nearest orthogonal matrix by Newton-Schulz), AdamW for everything else."""
 
     lr: float = chz.field(default=0.02, doc="Learning rate of the matrices before the schedule's factor.")
@@ -119,10 +117,6 @@ class MuonConfig(OptimizerConfig):
     batch_elements: int = chz.field(
         default=2**27,
         doc="Matrices of one shape are worked on together, at most so many elements at a time: it bounds the step's own memory.",
-    )
-    state_dtype: str = chz.field(
-        default="master",
-        doc="Dtype of the optimizer's state: master (that of the masters), or bfloat16, rounded to nearest after each update.",
     )
     not_matrices: tuple[str, ...] = chz.field(
         default=("*embed*", "*head*", "output.*"),
