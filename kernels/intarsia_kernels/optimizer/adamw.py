@@ -33,6 +33,25 @@ def corrected(step, log_beta):
 
 
 @triton.jit
+def speeds(step, lr, log_mean, log_square, weight_decay, LOADED: tl.constexpr):
+    """(rate, root, shrink) of a step: what the mean, the square's root and the old value are multiplied by."""
+    t = tl.load(step).to(tl.float32)
+    if LOADED:
+        speed = tl.load(lr).to(tl.float32)
+    else:
+        speed = lr
+    return speed / corrected(t, log_mean), 1.0 / tl.sqrt(corrected(t, log_square)), 1.0 - speed * weight_decay
+
+
+@triton.jit
+def updated(w, g, m, v, rate, root, shrink, new_mean, new_square, keep_square, eps):
+    """The new value, mean and square."""
+    m += new_mean * (g - m)
+    v = v * keep_square + new_square * (g * g)
+    return w * shrink - rate * m / (tl.sqrt(v) * root + eps), m, v
+
+
+@triton.jit
 def _block(
     value, low, mean, square, gradient, left, step, lr, log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay,
     SPLIT: tl.constexpr, LOADED: tl.constexpr, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr, EVICT: tl.constexpr, WHOLE: tl.constexpr,
@@ -44,17 +63,8 @@ def _block(
     m = read(mean, offsets, left, WHOLE, EVICT).to(tl.float32)
     v = read(square, offsets, left, WHOLE, EVICT).to(tl.float32)
     # After the elements are asked for: a thread would else wait for the number of the step first.
-    t = tl.load(step).to(tl.float32)
-    if LOADED:
-        speed = tl.load(lr).to(tl.float32)
-    else:
-        speed = lr
-    rate = speed / corrected(t, log_mean)
-    root = 1.0 / tl.sqrt(corrected(t, log_square))
-    shrink = 1.0 - speed * weight_decay
-    m += new_mean * (g - m)
-    v = v * keep_square + new_square * (g * g)
-    w = w * shrink - rate * m / (tl.sqrt(v) * root + eps)
+    rate, root, shrink = speeds(step, lr, log_mean, log_square, weight_decay, LOADED)
+    w, m, v = updated(w, g, m, v, rate, root, shrink, new_mean, new_square, keep_square, eps)
     write(mean, offsets, left, m.to(mean.dtype.element_ty), WHOLE, EVICT)
     write(square, offsets, left, v.to(square.dtype.element_ty), WHOLE, EVICT)
     write_master(value, low, offsets, left, w, SPLIT, WHOLE, EVICT)

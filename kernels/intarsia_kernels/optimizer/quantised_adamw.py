@@ -13,7 +13,7 @@ from intarsia.ops.scaled_reference import FORMAT, LARGEST, SMALLEST
 from torch import Tensor
 
 from intarsia_kernels.fp8.tiles import TRITON_DTYPES, Boxes, encode, find_box, is_whole, scale_of, tables
-from intarsia_kernels.optimizer.adamw import corrected, numbers
+from intarsia_kernels.optimizer.adamw import numbers, speeds, updated
 from intarsia_kernels.optimizer.adamw import supports as supports_adamw
 from intarsia_kernels.optimizer.blocks import read_master, write_master
 from intarsia_kernels.optimizer.launch import Launcher
@@ -30,14 +30,7 @@ def _adamw_tiles(
 ):  # fmt: skip
     at, payload_at, scale_at, columns, _, _ = find_box(table, boxes, tl.program_id(0), BOXES, TILE_O, TILE_I, True)
     value, low, mean, square, gradient, payload = value + at, low + at, mean + at, square + at, gradient + at, payload + payload_at
-    t = tl.load(step).to(tl.float32)
-    if LOADED:
-        speed = tl.load(lr).to(tl.float32)
-    else:
-        speed = lr
-    rate = speed / corrected(t, log_mean)
-    root = 1.0 / tl.sqrt(corrected(t, log_square))
-    shrink = 1.0 - speed * weight_decay
+    rate, root, shrink = speeds(step, lr, log_mean, log_square, weight_decay, LOADED)
     o = tl.arange(0, ROWS)[:, None]
     # Four at a time: what a thread reads of the widest is what it writes of all.
     i = tl.max_contiguous(tl.arange(0, TILE_I), 4)[None, :]
@@ -49,9 +42,7 @@ def _adamw_tiles(
         g = tl.load(gradient + offsets).to(tl.float32)
         m = tl.load(mean + offsets).to(tl.float32)
         v = tl.load(square + offsets).to(tl.float32)
-        m += new_mean * (g - m)
-        v = v * keep_square + new_square * (g * g)
-        w = w * shrink - rate * m / (tl.sqrt(v) * root + eps)
+        w, m, v = updated(w, g, m, v, rate, root, shrink, new_mean, new_square, keep_square, eps)
         tl.store(mean + offsets, m.to(mean.dtype.element_ty))
         tl.store(square + offsets, v.to(square.dtype.element_ty))
         write_master(value, low, offsets, 0, w, SPLIT, True)
