@@ -17,7 +17,8 @@ import pytest
 
 
 @pytest.mark.skipif(
-    not importlib.util.find_spec("triton"), reason="Triton comes with CUDA builds of torch; tests/gpu has these kernels too"
+    not importlib.util.find_spec("triton"),
+    reason="Triton comes with CUDA builds of torch; `nox -s kernels` brings it, and tests/gpu has these kernels too",
 )
 def test_kernels_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
