@@ -1,0 +1,44 @@
+"""Recipes that `parallel_gpu.py` runs: eight layers of Llama 3 8B's width, and a mixture of experts shaped as DeepSeek-V3's, in bfloat16.
+
+Rows hold one document, so that what is counted is what is computed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import chz
+from intarsia.config import CheckpointConfig, DataConfig, EvaluationConfig, MixturePart, Recipe, TrainConfig
+from intarsia_data.config import PackedConfig, TextConfig
+from intarsia_llama3 import recipes as llama
+from intarsia_llama3.config import llama3
+from intarsia_optimizers.config import ConstantConfig
+from llama3_1b_gpu import long_text
+
+FOLDER = Path(os.environ.get("INTARSIA_BENCH_FOLDER", "runs/bench"))
+
+
+def _timed(recipe: Recipe, sequence: int, rows: int) -> Recipe:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    source = TextConfig(paths=(str(long_text(FOLDER)),))
+    return chz.replace(
+        recipe,
+        data=DataConfig(loader=PackedConfig(), tokenizer=recipe.data.tokenizer, mixture=(MixturePart(source=source),), held_out=0.0),
+        schedule=ConstantConfig(),
+        train=TrainConfig(steps=14, sequence_length=sequence, micro_batch=1, global_batch=rows),
+        evaluation=EvaluationConfig(every=0),
+        checkpoint=CheckpointConfig(every=0, backend=recipe.checkpoint.backend, storage=recipe.checkpoint.storage),
+    )
+
+
+def wide() -> Recipe:
+    """Eight layers of Llama 3 8B's width, vocabulary 32000, rows of 8192 tokens, eight rows a step."""
+    model = llama3(dim=4096, layers=8, heads=32, kv_heads=8, head_dim=128, hidden=14336, vocab_size=32000)
+    return _timed(chz.replace(llama.llama3_8b(), name="wide", model=model, recompute=llama.llama3_1b().recompute), 8192, 8)
+
+
+def wide_debug() -> Recipe:
+    """The same of a size for a CPU."""
+    model = llama3(dim=64, layers=8, heads=4, kv_heads=2, head_dim=16, hidden=128, vocab_size=320)
+    return _timed(chz.replace(llama.llama3_8b(), name="wide-debug", model=model, recompute=llama.llama3_1b().recompute), 128, 8)
