@@ -138,17 +138,29 @@ def test_an_absent_rank_ends_the_wait_and_is_named(check: str) -> None:
     assert ("rank 1 is at collective 1" if check == "1" else "rank 1 said nothing") in message
 
 
+class Graph:
+    """What a communicator calls of a CUDA graph."""
+
+    is_reset = False
+
+    def reset(self) -> None:
+        self.is_reset = True
+
+
 def closed(world: Communicator) -> list[bool]:
-    """Whether the groups of the world and of its parts are gone once it is closed, though communicators are still held."""
+    """Whether the groups of the world and of its parts are gone, and their graphs reset, once it is closed, though communicators are still held."""
     part = world.split([[0, 1]], "part")
     inner = part.split([[0], [1]], "inner")
     held = [world, part, inner]
     for each in held:
         each.all_reduce(torch.ones(1))
     groups = [weakref.ref(each.group) for each in held]  # type: ignore[attr-defined]
+    graphs = [Graph() for _ in held]
+    for each, graph in zip(held, graphs, strict=True):
+        each.graphs.add(graph)
     world.close()
     world.close()
-    return [group() is None for group in groups]
+    return [group() is None and graph.is_reset for group, graph in zip(groups, graphs, strict=True)]
 
 
 def test_closing_ends_every_group() -> None:
@@ -187,6 +199,18 @@ def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "INTARSIA_RENDEZVOUS"):
         monkeypatch.delenv(name, raising=False)
     assert isinstance(init_world("cpu"), SelfCommunicator)
+    # A GPU without a number is this process's own.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for rank, local, device in ((None, None, 0), (None, "3", 3), ("6", None, 2), ("6", "0", 0)):
+        for name, value in {"RANK": rank, "WORLD_SIZE": rank and "1", "LOCAL_RANK": local}.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        assert init_world("cuda").device == torch.device("cuda", device)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert init_world("cuda:1").device == torch.device("cuda:1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="torchrun"):
         init_world("cpu")

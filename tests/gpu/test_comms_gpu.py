@@ -22,12 +22,15 @@ from intarsia_comms.symmetric import NO_MULTICAST
 from intarsia_testing import TransportConformance
 
 GPUS = min(torch.cuda.device_count(), 4)
+# Of each test: starting torch and NCCL in its processes takes most of it.
+LIMIT_S = 60.0
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="copies between GPUs need two of them on this host")]
 
 
 class TestCopyEngine(TransportConformance):
     entry, device, sizes = "intarsia-comms:copy_engine", "cuda", (2,)
+    timeout_s = LIMIT_S
 
 
 # ---------------------------------------------------------------- in each process
@@ -35,7 +38,7 @@ class TestCopyEngine(TransportConformance):
 
 def worlds() -> tuple[CopyEngine, Communicator, Communicator, Communicator]:
     """The transport, a communicator that it serves, one of NCCL, the world."""
-    world = init_world(select("cuda"), 60.0)
+    world = init_world(select("cuda"), 30.0)
     transport = CopyEngine()
     return transport, world.duplicate("copies", transport), world.duplicate("nccl"), world
 
@@ -168,20 +171,20 @@ def bandwidths() -> dict[str, float]:
 
 
 def test_gathers_give_nccls_bits_run_after_run() -> None:
-    for found in spawn(gathers_as_nccl, GPUS, world=False):
+    for found in spawn(gathers_as_nccl, GPUS, world=False, timeout_s=LIMIT_S):
         assert found["wrong"] == [] and found["seconds"] > 0 and found["symmetric"] > 0 and found["multicast"] == "1"
 
 
 def test_gathers_and_exchanges_are_captured_and_replayed() -> None:
-    assert spawn(captured_gathers, GPUS, world=False) == [[]] * GPUS
+    assert spawn(captured_gathers, GPUS, world=False, timeout_s=LIMIT_S) == [[]] * GPUS
 
 
 def test_exchanges_give_the_process_groups_bits_and_free_their_buffer() -> None:
-    assert spawn(reduces_as_the_group, GPUS, world=False) == [[]] * GPUS
+    assert spawn(reduces_as_the_group, GPUS, world=False, timeout_s=LIMIT_S) == [[]] * GPUS
 
 
 def test_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
-    found = spawn(bandwidths, GPUS, world=False)
+    found = spawn(bandwidths, GPUS, world=False, timeout_s=LIMIT_S)
     with capsys.disabled():
         for name in found[0]:
             values = [each[name] for each in found]

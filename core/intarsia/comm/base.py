@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,7 +44,7 @@ class Communicator(abc.ABC):
     `name` is the group's, `rank` this process's place in it (0 to `size` - 1), `device` where its tensors live by default. Tensors handed to
     `gather_v`, `reduce_scatter_v` and `exchange` are 1-D and contiguous. Results depend on no rank's timing. A subclass implements the underscored
     methods; arguments have been checked when they are called. `timed`: prepared calls on CUDA are timed too. `transport` moves what it can in the place
-    of the process group, where `duplicate` was given one.
+    of the process group, where `duplicate` was given one. Add to `graphs` the CUDA graphs that have recorded its calls: `close` resets them.
     """
 
     timed = False
@@ -51,6 +52,7 @@ class Communicator(abc.ABC):
 
     def __init__(self, name: str, rank: int, size: int, device: torch.device | str = "cpu") -> None:
         self.name, self.rank, self.size, self.device = name, rank, size, torch.device(device)
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._statistics: dict[str, Statistic] = {}
         self._pending: list[tuple[Statistic, Any, Any]] = []
 

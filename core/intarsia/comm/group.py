@@ -63,12 +63,11 @@ class ProcessGroupCommunicator(Communicator):
             raise UsageError(f"Group {name!r}: checking collectives needs a store.")
 
     def split(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
-        timeout = datetime.timedelta(seconds=self.timeout_s)
         mine = [[self.ranks[rank] for rank in group] for group in groups if self.rank in group]
         if not mine:
             raise DistributedError(f"Rank {self.rank} of group {self.name!r} is in none of the groups {groups} of {name!r}.")
         # Named by its members: groups beside this one, whose ranks make parts of their own now, have other names.
-        made = dist.new_group(mine[-1], timeout=timeout, use_local_synchronization=True)
+        made = dist.new_group(mine[-1], timeout=datetime.timedelta(seconds=self.timeout_s), use_local_synchronization=True)
         # Groups that were made one after the other may have one name.
         store = None if self.store is None else dist.PrefixStore(f"part{len(self._parts)}", self.store)
         self._parts.append(ProcessGroupCommunicator(made, self.device, name, store, self.timeout_s, self.check, self.watcher))
@@ -83,6 +82,9 @@ class ProcessGroupCommunicator(Communicator):
 
     def close(self) -> None:
         self.watcher.stop()
+        # NCCL waits for graphs that have recorded its calls to be gone before it lets a group go.
+        for graph in self.graphs:
+            graph.reset()
         for part in self._parts:
             part.close()
         if self._owns_world and dist.is_initialized():
@@ -167,8 +169,8 @@ class ProcessGroupCommunicator(Communicator):
         return tensor
 
     def _reducible(self, tensor: Tensor) -> Tensor:
-        narrow = tensor.dtype.is_floating_point and tensor.element_size() < (4 if self._is_gloo(tensor) else 2)
-        return tensor.float() if narrow else tensor
+        least = 4 if self._is_gloo(tensor) else 2
+        return tensor.float() if tensor.dtype.is_floating_point and tensor.element_size() < least else tensor
 
     # ------------------------------------------------------------ saying where a rank is
 
@@ -217,8 +219,7 @@ class ProcessGroupCommunicator(Communicator):
             self.store.set(f"at/{self.rank}", json.dumps(record))
 
     def _failed(self, record: dict[str, Any], error: RuntimeError) -> DistributedError:
-        lines = []
-        missing = []
+        lines, missing = [], []
         try:
             self._publish(record)
             places = self._places()
@@ -255,13 +256,15 @@ def init_world(
 ) -> Communicator:
     """The communicator of all processes of the run, from torchrun's environment; a SelfCommunicator where there is only this process.
 
-    `device` is this process's (`intarsia.device.select` gives it). `timeout_s` bounds every wait for another rank
+    `device` is this process's (`intarsia.device.select` gives it); `cuda` without an index is the GPU that LOCAL_RANK numbers, else RANK modulo their number. `timeout_s` bounds every wait for another rank
     (default: the environment variable INTARSIA_TIMEOUT_S, else 600). `check` turns check mode on
     (default: the environment variable INTARSIA_CHECK_COLLECTIVES is 1). Processes meet at MASTER_ADDR:MASTER_PORT, or at the URL in
     INTARSIA_RENDEZVOUS (`file:///shared/path`), or through `store`. Stability: provisional.
     """
     device = torch.device(device)
-    size, rank = (_environment_integer(name) for name in ("WORLD_SIZE", "RANK"))
+    size, rank, local = (_environment_integer(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", (rank or 0) % max(1, torch.cuda.device_count()) if local is None else local)
     if (size is None) != (rank is None):
         raise UsageError("Only one of RANK and WORLD_SIZE is set. Start several processes with torchrun, or unset both for one process.")
     if size is None or rank is None or size == 1:
@@ -273,10 +276,9 @@ def init_world(
     url = os.environ.get("INTARSIA_RENDEZVOUS", "env://")
     if store is None and url == "env://" and not os.environ.get("MASTER_ADDR"):
         raise UsageError("WORLD_SIZE is set, but MASTER_ADDR is not. Start the processes with torchrun, or set INTARSIA_RENDEZVOUS.")
-    options: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    options: Any = {"backend": "cpu:gloo,cuda:nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
     try:
         if store is None:
             store, rank, size = next(dist.rendezvous(url, rank, size, timeout=timeout))
@@ -287,9 +289,7 @@ def init_world(
         raise DistributedError(f"Rank {rank} of {size} did not meet the others within {timeout_s:g} s. Cause: {cause}") from error
     if check is None:
         check = os.environ.get("INTARSIA_CHECK_COLLECTIVES") == "1"
-    group = dist.group.WORLD
-    assert group is not None
-    world = ProcessGroupCommunicator(group, device, "world", store, timeout_s, check)
+    world = ProcessGroupCommunicator(dist.group.WORLD, device, "world", store, timeout_s, check)  # type: ignore[arg-type]
     world._owns_world = True
     return world
 

@@ -40,6 +40,7 @@ class CapturedStep:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
+        sharded.buckets[0].groups.reduce.graphs.add(self._graph)
         # Backward runs on a thread of its own, and so does the process group's watchdog.
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self._output = run(*self._inputs)

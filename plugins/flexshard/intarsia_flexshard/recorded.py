@@ -18,12 +18,16 @@ class Recorded:
     def __init__(self, call: Any, result: Tensor | None) -> None:
         self._call, self._result = call, result
         self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
+        call.comm.graphs.add(self._graph)
+        stream, statistic = torch.cuda.Stream(), call.statistic
+        before = statistic.calls, statistic.bytes
         with torch.cuda.stream(stream):
             # Other threads (the watchdog's) may go on meanwhile.
             self._graph.capture_begin(capture_error_mode="thread_local")
             self._run()
             self._graph.capture_end()
+        # Recording has moved nothing.
+        statistic.calls, statistic.bytes = before
 
     def start(self, result: Tensor | None = None) -> None:
         """Begin."""
