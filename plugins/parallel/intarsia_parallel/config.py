@@ -1,0 +1,91 @@
+"""Settings of the paralleliser and of the roles. Torch-free."""
+
+from __future__ import annotations
+
+import chz
+from intarsia.config import Config, RoleConfig
+
+try:
+    from intarsia.config import ParallelConfig
+except ImportError:  # until core has it
+    ParallelConfig = Config
+
+
+@chz.chz(typecheck=True)
+class DeclaredConfig(ParallelConfig):
+    """Cuts a model as its family's sharding table declares."""
+
+    # Tensor parallelism.
+    async_tensor: bool = chz.field(
+        default=False,
+        doc="Overlap tensor parallelism's communication with its matrix products, by torch's symmetric-memory operators: CUDA only.",
+    )
+
+    # Context parallelism (context/).
+
+    # Experts (experts/).
+
+    # Pipeline stages.
+
+
+# ---------------------------------------------------------------- roles
+
+
+@chz.chz(typecheck=True)
+class ColumnConfig(RoleConfig):
+    """Y = X W^T with W cut on its outputs."""
+
+    gather: bool = chz.field(default=False, doc="Gather the sequence at its own entry: for a projection outside of any region.")
+    unit: int = chz.field(default=1, doc="Outputs that stay together: cuts lie at multiples of it.")
+
+
+@chz.chz(typecheck=True)
+class RowConfig(RoleConfig):
+    """Y = X W^T with W cut on its inputs."""
+
+    unit: int = chz.field(default=1, doc="Inputs that stay together: cuts lie at multiples of it, as in the columns before it.")
+
+
+@chz.chz(typecheck=True)
+class VocabConfig(RoleConfig):
+    """An embedding or an output projection cut on the vocabulary."""
+
+
+@chz.chz(typecheck=True)
+class RegionConfig(RoleConfig):
+    """Gathers the sequence at the entry."""
+
+    inputs: int = chz.field(default=1, doc="How many of the leading arguments are activations cut along the sequence.")
+
+
+@chz.chz(typecheck=True)
+class AttentionHeadsConfig(RoleConfig):
+    """Attention cut by whole heads."""
+
+    gather: bool = chz.field(
+        default=True, doc="Gather the sequence at the entry. False: projections inside gather for themselves (`sequence` with gather, `column` with gather)."
+    )
+    queries: str = chz.field(default="wq", doc="The projection whose outputs are the query heads.")
+    keys_values: tuple[str, ...] = chz.field(
+        default=("wk", "wv"), doc="Projections of key/value heads: whole on every rank, and sliced, where the ranks cannot share the heads out."
+    )
+    head_dim: str = chz.field(default="head_dim", doc="The module's attribute that is the width of a query head.")
+    kv_head_dim: str = chz.field(default="head_dim", doc="The module's attribute that is the width of a key/value head.")
+    per_head: tuple[str, ...] = chz.field(default=("sinks",), doc="Parameters with one row for each query head, cut with the heads.")
+    per_kv_head: tuple[str, ...] = chz.field(default=(), doc="Parameters with one row for each key/value head.")
+
+
+@chz.chz(typecheck=True)
+class SequenceConfig(RoleConfig):
+    """Works on the own part of the sequence."""
+
+    gather: bool = chz.field(
+        default=False, doc="Gather the result along the sequence: for a narrow projection whose readers see all tokens (low-rank queries, latents)."
+    )
+
+
+@chz.chz(typecheck=True)
+class ReplicatedConfig(RoleConfig):
+    """Sees all tokens with whole parameters."""
+
+    inputs: int = chz.field(default=1, doc="How many of the leading arguments are activations cut along the sequence.")

@@ -1,0 +1,1 @@
+"""The roles: one small file each."""
