@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from intarsia_models_common.build import Linear, Scope, build, parameter
 from intarsia_models_common.config import LanguageModelConfig
+from intarsia_models_common.rope import score_factor
 
 
 class Embedding(nn.Module):
@@ -53,8 +54,9 @@ class LanguageModel(nn.Module):
             self.head.weight = self.tok_embeddings.weight
 
     def build_rope(self) -> nn.Module:
-        """The tables' maker. Its head dim is the attention layers'; a family whose layers differ overrides this."""
-        dims = {getattr(block.attention, "head_dim", None) for block in self.config.layers} - {None}
+        """The tables' maker. Its head dim is the attention layers' (of MLA the rotated part's); a family whose layers differ overrides this."""
+        mixers = [block.attention for block in self.config.layers]
+        dims = {getattr(mixer, "rope_dim", getattr(mixer, "head_dim", None)) for mixer in mixers} - {None}
         if len(dims) != 1 and self.config.rope.dim is None:
             raise PluginError(
                 f"{type(self).__name__} cannot tell its rotary dimension: attention.head_dim is {sorted(map(str, dims))}. Set rope.dim."
@@ -73,6 +75,7 @@ class LanguageModel(nn.Module):
             rope_interleaved=self.config.rope.interleaved,
             std=std,
             output_std=std / math.sqrt(2 * max(count, 1)),
+            score_factor=score_factor(self.config.rope),
         )
 
     def forward(self, tokens_BS: Tensor, context: SequenceContext) -> Tensor:

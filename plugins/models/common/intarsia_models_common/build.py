@@ -17,7 +17,8 @@ class Scope:
     """Where in a model a component stands. Stability: provisional.
 
     `name` is the component's dotted name; `dim` the residual stream's width; `layer` and `layers` its block's number and how many there are;
-    `rope_interleaved` the layout of rotated pairs; `std` and `output_std` the deviations for projections into and out of the component.
+    `rope_interleaved` the layout of rotated pairs; `std` and `output_std` the deviations for projections into and out of the component;
+    `score_factor` what the rotary positions' scaling multiplies scores by, where a mixer heeds it (MLA).
     """
 
     name: str
@@ -27,6 +28,7 @@ class Scope:
     rope_interleaved: bool
     std: float
     output_std: float
+    score_factor: float = 1.0
 
     def inside(self, name: str, dim: int | None = None) -> Scope:
         """The scope of a part called `name`."""

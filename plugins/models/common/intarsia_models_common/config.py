@@ -111,6 +111,31 @@ class AttentionConfig(MixerConfig):
 
 
 @chz.chz(typecheck=True)
+class MLAConfig(MixerConfig):
+    """Multi-head latent attention: keys and values of all heads come from one latent for each token (arXiv 2405.04434)."""
+
+    heads: int = chz.field(doc="Heads.")
+    kv_rank: int = chz.field(doc="Width of the latent that keys and values come from.")
+    q_rank: int | None = chz.field(default=None, doc="Width of the latent that queries come from; none: from the residual stream itself.")
+    nope_dim: int = chz.field(doc="Dimensions of a query or key head that are not rotated.")
+    rope_dim: int = chz.field(doc="Dimensions of a query head that are rotated, and of the one rotated key that all heads share.")
+    value_dim: int = chz.field(doc="Dimension of a value head.")
+    norm: NormConfig = chz.field(default_factory=lambda: RMSNormConfig(eps=1e-6), doc="The norm over each latent.")
+    scale: float | None = chz.field(
+        default=None, doc="Multiplier of the scores; none: (nope_dim + rope_dim)^-0.5, times what YaRN's mscale_all_dim asks for."
+    )
+
+    @chz.validate
+    def _sizes_are_positive(self) -> None:
+        for field in ("heads", "kv_rank", "nope_dim", "rope_dim", "value_dim"):
+            check_between(f"mla.{field}", getattr(self, field), 1)
+        if self.q_rank is not None:
+            check_between("mla.q_rank", self.q_rank, 1)
+        if self.rope_dim % 2:
+            raise UsageError(f"mla.rope_dim = {self.rope_dim} is odd: rotary positions turn pairs.")
+
+
+@chz.chz(typecheck=True)
 class SwiGLUConfig(FeedForwardConfig):
     """The gated feed-forward layer down(silu(gate x) * up x)."""
 

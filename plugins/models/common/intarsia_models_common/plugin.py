@@ -26,6 +26,12 @@ def offer_components() -> list[Entry]:
             doc="Causal softmax attention with grouped key/value heads.",
         ),
         Entry(
+            name="mla",
+            config=f"{_CONFIG}:MLAConfig",
+            target="intarsia_models_common.mla:MLA",
+            doc="Multi-head latent attention: a compressed key/value latent for each token.",
+        ),
+        Entry(
             name="swiglu",
             config=f"{_CONFIG}:SwiGLUConfig",
             target="intarsia_models_common.feed_forward:SwiGLU",

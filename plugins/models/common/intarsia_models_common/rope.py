@@ -89,13 +89,19 @@ def _yarn(config: RopeConfig, plain_d: Tensor, dim: int) -> Tensor:
 def attention_factor(config: RopeConfig) -> float:
     """What cosine and sine are multiplied by: 1 but for YaRN."""
 
-    def softened(mscale: float) -> float:
-        return 1.0 if config.factor <= 1 else 0.1 * mscale * math.log(config.factor) + 1.0
-
     if config.scaling != "yarn":
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
-        return softened(config.mscale) / softened(config.mscale_all_dim)
-    return softened(1.0)
+        return _softened(config, config.mscale) / _softened(config, config.mscale_all_dim)
+    return _softened(config, 1.0)
+
+
+def score_factor(config: RopeConfig) -> float:
+    """What DeepSeek's attention multiplies its scores by, at every length: YaRN's factor for `mscale_all_dim`, squared; 1 where that is not set."""
+    return _softened(config, config.mscale_all_dim) ** 2 if config.scaling == "yarn" and config.mscale_all_dim else 1.0
+
+
+def _softened(config: RopeConfig, mscale: float) -> float:
+    return 1.0 if config.factor <= 1 else 0.1 * mscale * math.log(config.factor) + 1.0
