@@ -6,7 +6,7 @@ Importing this imports no torch; degrees are checked before any process group ex
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from intarsia.errors import UsageError, did_you_mean
@@ -22,9 +22,6 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 # The last three axes seen as two others, outermost first: `ep` has its neighbouring ranks, `ep_shard` the ranks of equal `ep` coordinate.
 FOLDED = ("ep_shard", "ep")
-
-# Axes that this version's trainer runs with more than one rank.
-SUPPORTED = ("dp_replicate", "dp_shard")
 
 
 def check_mesh(config: MeshConfig, world: int) -> dict[str, int]:
@@ -61,28 +58,49 @@ def check_mesh(config: MeshConfig, world: int) -> dict[str, int]:
     return sizes
 
 
-def check_supported(sizes: Mapping[str, int]) -> None:
-    """Raise UsageError for axes that this version's trainer does not run. Stability: provisional."""
-    refused = [f"{axis} {size}" for axis, size in sizes.items() if axis not in SUPPORTED and size > 1]
-    if refused:
-        raise UsageError(f"mesh: {', '.join(refused)}: not supported yet. Supported with more than one rank: {', '.join(SUPPORTED)}.")
+def full_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of all axes (`AXES`, then `FOLDED`), those that `sizes` leaves out being 1. Stability: provisional."""
+    full = {axis: sizes.get(axis, 1) for axis in (*AXES, *FOLDED)}
+    return full | {"ep_shard": math.prod(full[axis] for axis in AXES[2:]) // full["ep"]}
+
+
+def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """The index of process `rank` along every axis of a mesh of `full_sizes`. Stability: provisional."""
+    places: dict[str, int] = {}
+    rest, places["ep"] = divmod(rank, sizes["ep"])
+    places["ep_shard"] = rest % sizes["ep_shard"]
+    for axis in reversed(AXES):
+        rank, places[axis] = divmod(rank, sizes[axis])
+    return {axis: places[axis] for axis in (*AXES, *FOLDED)}
+
+
+def copies_along(named: Iterable[str]) -> set[str]:
+    """The axes along which every rank has a copy of a tensor whose layout has the axes `named`: those it does not name, except that a pipeline stage
+    has its own. Stability: provisional."""
+    named = set(named)
+    return {*(("dp_replicate", *FOLDED) if named & set(FOLDED) else AXES[1:])} - named
 
 
 class Mesh:
     """This process's place in the mesh. Stability: stable.
 
-    `sizes` are those of `check_mesh`; `coordinates` hold this process's index along every axis. The expert-parallel group of a rank (axis `ep`) are the
-    `ep` neighbouring ranks of its block dp_shard x cp x tp; the ranks of the block with the same coordinate in their groups are the axis `ep_shard`.
+    `sizes` are those of `check_mesh`; `coordinates` hold this process's index along every axis; `stage` is the group of this rank's pipeline
+    stage. The expert-parallel group of a rank (axis `ep`) are the `ep` neighbouring ranks of its block dp_shard x cp x tp; the ranks of the block with the same
+    coordinate in their groups are the axis `ep_shard`.
     """
 
     def __init__(self, sizes: Mapping[str, int], world: Communicator) -> None:
-        self.sizes = {axis: sizes.get(axis, 1) for axis in (*AXES, "ep")}
-        self.sizes["ep_shard"] = math.prod(self.sizes[axis] for axis in AXES[2:]) // self.sizes["ep"]
+        self.sizes = full_sizes(sizes)
         self.world = world
         if math.prod(self.sizes[axis] for axis in AXES) != world.size:
             raise UsageError(f"mesh: the degrees {dict(sizes)} do not multiply out to the {world.size} processes of group {world.name!r}.")
-        self.coordinates = self._coordinates(world.rank)
+        self.coordinates = coordinates(self.sizes, world.rank)
         self._groups: dict[tuple[str, ...], Communicator] = {}
+        # Groups inside a stage are parts of the stage's, so that stages need not make the same ones in the same order.
+        size = world.size // self.sizes["pp"]
+        self.stage = (
+            world if size == world.size else world.split([range(first, first + size) for first in range(0, world.size, size)], "stage")
+        )
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +120,8 @@ class Mesh:
     def comm(self, *axes: str) -> Communicator:
         """The group of the ranks that differ from this one along `axes` only, in mesh order whatever the order of `axes`. Cached.
 
-        The first call for given axes is a collective of the whole world; every rank makes it at the same place.
+        The first call for given axes is a collective: of the whole world where `pp` is among them, else of this rank's pipeline stage. Every rank of that
+        makes it at the same place.
         """
         for axis in axes:
             if axis not in self.sizes:
@@ -117,25 +136,18 @@ class Mesh:
         return self._groups[key]
 
     def _make(self, axes: tuple[str, ...]) -> Communicator:
+        whole, first = (self.world, 0) if "pp" in axes else (self.stage, self.world.rank - self.stage.rank)
         members: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world.size):
-            place = self._coordinates(rank)
+        for rank in range(whole.size):
+            place = coordinates(self.sizes, first + rank)
             spanning = (*AXES[:2], *FOLDED) if axes and axes[0] in FOLDED else AXES
             fixed = tuple(place[axis] for axis in spanning if axis not in axes)
             members.setdefault(fixed, []).append(rank)
         groups = list(members.values())
         if len(groups) == 1:
-            return self.world
+            return whole
         if not axes:
             from intarsia.comm import SelfCommunicator
 
             return SelfCommunicator(self.device)
-        return self.world.split(groups, "+".join(axes))
-
-    def _coordinates(self, rank: int) -> dict[str, int]:
-        places: dict[str, int] = {}
-        rest, places["ep"] = divmod(rank, self.sizes["ep"])
-        places["ep_shard"] = rest % self.sizes["ep_shard"]
-        for axis in reversed(AXES):
-            rank, places[axis] = divmod(rank, self.sizes[axis])
-        return {axis: places[axis] for axis in (*AXES, *FOLDED)}
+        return whole.split(groups, "+".join(axes))
