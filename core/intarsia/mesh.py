@@ -96,11 +96,13 @@ class Mesh:
             raise UsageError(f"mesh: the degrees {dict(sizes)} do not multiply out to the {world.size} processes of group {world.name!r}.")
         self.coordinates = coordinates(self.sizes, world.rank)
         self._groups: dict[tuple[str, ...], Communicator] = {}
-        # Groups inside a stage are parts of the stage's, so that stages need not make the same ones in the same order.
+        # Torch names a group by its ranks and by how many groups they have made: what joins stages is made now, while that is equal on all ranks. Groups
+        # inside a stage are parts of the stage's, and stages need not make the same ones.
         size = world.size // self.sizes["pp"]
         self.stage = (
             world if size == world.size else world.split([range(first, first + size) for first in range(0, world.size, size)], "stage")
         )
+        self.comm("pp")
 
     @property
     def device(self) -> torch.device:
@@ -120,8 +122,8 @@ class Mesh:
     def comm(self, *axes: str) -> Communicator:
         """The group of the ranks that differ from this one along `axes` only, in mesh order whatever the order of `axes`. Cached.
 
-        The first call for given axes is a collective: of the whole world where `pp` is among them, else of this rank's pipeline stage. Every rank of that
-        makes it at the same place.
+        The first call for given axes is a collective of this rank's pipeline stage, whose ranks make it at the same place. The group of `pp` alone is there
+        from the start; other axes with `pp` are a collective of the whole world, and must come before anything that not all stages do.
         """
         for axis in axes:
             if axis not in self.sizes:
