@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from intarsia_huggingface.boxes import read_box
 from intarsia_huggingface.config import TokenizerJsonConfig
-from intarsia_huggingface.rules import Row, expand, to_theirs
+from intarsia_huggingface.quantised import Blocks, blocks_of
+from intarsia_huggingface.rules import Row, expand, to_theirs, twins
 from intarsia_huggingface.safetensors_file import BLOCK_BYTES, SafetensorsFile
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -55,9 +56,18 @@ def integers(config: Mapping[str, Any]) -> dict[str, int]:
 def rows_of(table: HFTable, model: nn.Module, config: Mapping[str, Any]) -> tuple[list[Row], dict[str, str]]:
     """The table's rows for this model, tied names included, and the ties: alias to canonical name."""
     regions = model.regions()  # type: ignore[operator]
-    experts = integers(config).get(table.extra.get("experts_field", ""), 0)
-    rows = expand(table, len(regions.blocks), experts)
+    sizes = integers(config)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | set(kept_buffers(model))
+    rows = expand(table, len(regions.blocks), sizes.get(table.extra.get("experts_field", ""), 0), names=names, sizes=sizes)
     return rows, {alias: canonical for canonical, *others in regions.ties for alias in others}
+
+
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that checkpoints hold, by name."""
+    skipped = {
+        f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules() for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name not in skipped}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -88,11 +98,14 @@ class HFFolder:
         with torch.device("meta"):
             built = plugins.build(self.model)
         every, self._aliases = rows_of(self.table, built, self.config)
-        self._rows = [row for row in every if row.ours[0] not in self._aliases]
-        self._theirs = {name: row.theirs for row in every for name in row.ours}
-        named = dict(built.named_parameters(remove_duplicate=False))
+        self._rows = [row for row in every if row.op != "copy" and row.ours[0] not in self._aliases]
+        self._twins = twins(every, self._aliases)
+        kept = kept_buffers(built)
+        self.buffers = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in kept.items()}
+        named = dict(built.named_parameters(remove_duplicate=False)) | kept
         self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items() if name not in self._aliases}
         self._sizes = integers(self.config)
+        self._blocks: Blocks = blocks_of(self.config, str(folder / CONFIG))
         self._files = dict(self._find_tensors())
         self._homes = {name: (row, index) for row in self._rows for index, name in enumerate(row.ours)}
         self._check_names()
@@ -102,10 +115,6 @@ class HFFolder:
         self.stop_ids = self._stop_ids()
 
     def _our_config(self) -> Any:
-        if self.config.get("quantization_config"):
-            raise UsageError(
-                f"{self.folder / CONFIG} has a quantization_config: quantised weights cannot be read. Take the folder of the unquantised model."
-            )
         try:
             return import_reference(self.table.config_to_ours)(self.config)
         except KeyError as error:
@@ -158,13 +167,13 @@ class HFFolder:
 
     def _check_names(self) -> None:
         """Every name of theirs is used or ignored, every name of ours is filled. All that is wrong is in one message."""
-        tied = {name for alias in self._aliases for name in self._theirs.get(alias, ())}
+        tied = {copy for copy, _, _ in self._twins}
         wanted = {name for row in self._rows for name in row.theirs}
+        scales, unscaled = self._scales(wanted | tied)
         ignored = self.table.ignored
-        missing = sorted(wanted - set(self._files))
-        surplus = [
-            name for name in self._files if name not in wanted | tied and not any(fnmatch.fnmatchcase(name, glob) for glob in ignored)
-        ]
+        missing = sorted((wanted - set(self._files)) | unscaled)
+        known = wanted | tied | scales
+        surplus = [name for name in self._files if name not in known and not any(fnmatch.fnmatchcase(name, glob) for glob in ignored)]
         unfilled = sorted(set(self._shapes) - set(self._homes))
         if not (missing or surplus or unfilled):
             return
@@ -176,7 +185,21 @@ class HFFolder:
         hint = (
             f"\nconfig.json says that the output projection is not tied to the embedding, so {heads.pop()} must be there." if heads else ""
         )
+        hint += "".join(
+            f"\n{text}" for glob, text in self.table.extra.get("hints", {}).items() if fnmatch.filter(self._unread(missing), glob)
+        )
         raise CheckpointError(f"{self.folder} does not fit {self.entry.full_name}:\n  " + "\n  ".join(lines) + hint)
+
+    def _unread(self, missing: Sequence[str]) -> list[str]:
+        """Our names of which tensors of theirs are missing."""
+        lost = set(missing)
+        return [row.ours[0] for row in self._rows if lost.intersection(row.theirs)]
+
+    def _scales(self, wanted: set[str]) -> tuple[set[str], set[str]]:
+        """The scales that go with quantised tensors, and those of them that are not there."""
+        quantised = [name for name in wanted if name in self._files and self._blocks.holds(self._files[name].tensors[name])]
+        scales = {self._blocks.scale_name(name) for name in quantised}
+        return scales, scales - set(self._files)
 
     def _check_tensors(self) -> None:
         """Shapes follow from the config, and weights are floating-point numbers."""
@@ -187,27 +210,31 @@ class HFFolder:
                 place = self._files[name].tensors[name]
                 if place.shape != tuple(wanted.shape):
                     problems.append(f"{name} has shape {list(place.shape)}; by config.json {row.ours[0]} needs {list(wanted.shape)}")
+                elif self._blocks.holds(place):
+                    scale = self._blocks.scale_name(name)
+                    problems += self._blocks.problems(name, place, self._files[scale].tensors[scale])
                 elif place.dtype not in FLOATING:
                     problems.append(f"{name} is stored in {place.dtype}; weights must be in {', '.join(FLOATING)}")
         if problems:
             raise CheckpointError(f"{self.folder} does not fit its {CONFIG}:\n  " + "\n  ".join(problems[:SHOWN]) + _more(problems))
 
     def _check_ties(self) -> None:
-        """Where their files hold a tied tensor nevertheless, it must equal the canonical one: else the config or the file is wrong."""
-        for alias, canonical in self._aliases.items():
-            copy, original = self._theirs.get(alias, ("",))[0], self._theirs[canonical][0]
+        """Where their files hold a tied tensor nevertheless, or a further copy of one, it must equal the canonical one: else the config or the file is wrong."""
+        for copy, original, why in self._twins:
             if copy not in self._files:
                 continue
             places = [self._files[name].tensors[name] for name in (copy, original)]
             equal = places[0].shape == places[1].shape
             if equal and places[0].shape:
                 for box in row_boxes(places[0].shape, 4):
-                    equal = equal and torch.equal(*(self._files[name].read(name, box).float() for name in (copy, original)))
-            if not equal:
+                    equal = equal and torch.equal(*(self._read(name, box).float() for name in (copy, original)))
+            if not equal and why == "tied":
                 raise CheckpointError(
                     f"{self.folder}: {copy} and {original} differ, but {CONFIG} ties them (tie_word_embeddings is true). Either is wrong: set "
                     f"tie_word_embeddings to false if the two are meant to differ."
                 )
+            if not equal:
+                raise CheckpointError(f"{self.folder}: {copy} and {original} differ, but {self.entry.full_name} has one tensor for both.")
 
     def _stop_ids(self) -> tuple[int, ...]:
         """Ids that end a text, as generation_config.json says, else config.json."""
@@ -225,9 +252,10 @@ class HFFolder:
         return self._shapes
 
     def dtype(self, name: str) -> str:
-        """The dtype in which a parameter is stored."""
+        """The dtype in which a parameter is read: the stored one, float32 where it is stored in float8 with scales."""
         theirs = self._homes[name][0].theirs[0]
-        return self._files[theirs].tensors[theirs].dtype
+        place = self._files[theirs].tensors[theirs]
+        return "float32" if self._blocks.holds(place) else place.dtype
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """`box` of a parameter (all of it when None). Only the bytes that it needs are read."""
@@ -235,11 +263,15 @@ class HFFolder:
             raise UsageError(f"{self.location} has no parameter {name!r}. {did_you_mean(name, self._homes)}")
         row, index = self._homes[name]
         box = Box.whole(self._shapes[name]) if box is None else box
+        return read_box(row, index, box, self._read, self._sizes, self._shapes).contiguous()
 
-        def read(theirs: str, part: Box) -> Tensor:
-            return self._files[theirs].read(theirs, part)
-
-        return read_box(row, index, box, read, self._sizes, self._shapes).contiguous()
+    def _read(self, theirs: str, part: Box) -> Tensor:
+        """A box of a tensor of theirs, dequantised where it is stored so."""
+        file = self._files[theirs]
+        if not self._blocks.holds(file.tensors[theirs]):
+            return file.read(theirs, part)
+        scale = self._blocks.scale_name(theirs)
+        return self._blocks.dequantised(part, file.read(theirs, part), self._files[scale].read(scale, self._blocks.scale_box(part)))
 
 
 def row_boxes(shape: Sequence[int], item_bytes: int) -> Iterator[Box]:

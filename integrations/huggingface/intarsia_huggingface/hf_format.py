@@ -15,7 +15,7 @@ from intarsia.checkpoint.manifest import TensorRecord
 from intarsia.checkpoint.reader import BASE, find_backend, storage_of_run
 from intarsia.checkpoint.weights import model_differences
 from intarsia.config import Recipe, Resolution, Resolved, TokenizerConfig, flatten, load_saved, resolve
-from intarsia.contracts import Box, ModelEntry
+from intarsia.contracts import Box, ModelEntry, StateKind
 from intarsia.errors import CheckpointError, NumericsError, UsageError, did_you_mean
 from intarsia.plugins import current, import_reference
 from intarsia_checkpoint_formats.weights import CheckpointWeights
@@ -23,7 +23,7 @@ from intarsia_checkpoint_formats.writer import write_checkpoint
 from torch import Tensor
 
 from intarsia_huggingface.config import TokenizerJsonConfig
-from intarsia_huggingface.folder import CONFIG, FLOATING, INDEX, SINGLE, HFFolder, integers, row_boxes, rows_of, table_of
+from intarsia_huggingface.folder import CONFIG, FLOATING, INDEX, SINGLE, HFFolder, integers, kept_buffers, row_boxes, rows_of, table_of
 from intarsia_huggingface.rules import Row, to_theirs
 from intarsia_huggingface.safetensors_file import Head, check_dtype, shards, write_file
 
@@ -88,11 +88,16 @@ class HFFormat:
         dtype = options.get("dtype", resolved.recipe.precision.master)
         if dtype not in FLOATING:
             raise UsageError(f"Weights cannot be in dtype {dtype!r}. {did_you_mean(dtype, FLOATING)}")
-        heads = [TensorRecord("model", name, "tensor", 1, shape, dtype, ()) for name, shape in folder.shapes().items()]
+        kinds: dict[str, tuple[StateKind, str]] = {name: ("replicated", kept) for name, kept in folder.buffers.items()}
+        heads = [
+            TensorRecord("model", name, kind, 1, shape, stored, ())
+            for name, shape in folder.shapes().items()
+            for kind, stored in [kinds.get(name, ("tensor", dtype))]
+        ]
         entry = plugins.registry("checkpoint backend").find(options.get("backend", "stream"))
 
         def make(record: TensorRecord) -> Tensor:
-            return converted(folder.read(record.name), dtype, record.name)
+            return converted(folder.read(record.name), record.dtype, record.name)
 
         values = {path: fact["value"] for path, fact in resolved.resolved_json()["values"].items()}
         facts = {"recipe": values, "plugins": plugins.facts(), "world": 1, "mesh": {}, "imported_from": str(source)}
@@ -138,9 +143,10 @@ class Export:
         self._rows = [row for row in every if row.ours[0] not in aliases]
         self._sizes, self._shapes = integers(self.config), weights.shapes()
         self._check(entry)
+        self._fixed = set(kept_buffers(built))  # what accumulates, such as selection biases, keeps its dtype
         self._stored = {name: weights.checkpoint.manifest.tensors[f"model/{name}"].dtype for name in self._shapes}
         self._homes = {name: (row, index) for row in self._rows for index, name in enumerate(row.theirs)}
-        stored = next(iter(self._stored.values()))
+        stored = next(dtype for name, dtype in self._stored.items() if name not in self._fixed)
         self.config["dtype"] = self.config["torch_dtype"] = dtype or stored
         self._add_special_ids(weights.tokenizer)
 
@@ -164,16 +170,20 @@ class Export:
     def heads(self) -> Iterator[Head]:
         """Names, shapes and dtypes of all tensors of theirs, in the table's order."""
         for row in self._rows:
-            dtype = self.dtype or self._stored[row.ours[0]]
+            dtype = self._dtype(row)
             check_dtype(dtype)
             empty = [torch.empty(self._shapes[name], device="meta") for name in row.ours]
             for name, tensor in zip(row.theirs, to_theirs(row, empty, self._sizes), strict=True):
                 yield Head(name, tuple(tensor.shape), dtype)
 
+    def _dtype(self, row: Row) -> str:
+        stored = self._stored[row.ours[0]]
+        return stored if self.dtype is None or row.ours[0] in self._fixed else self.dtype
+
     def blocks(self, name: str) -> Iterator[Tensor]:
         """A tensor of theirs as consecutive parts of its elements."""
         row, index = self._homes[name]
-        dtype = self.dtype or self._stored[row.ours[0]]
+        dtype = self._dtype(row)
         for tensor in self._parts(row, index):
             yield converted(tensor, dtype, name)
 
@@ -182,7 +192,7 @@ class Export:
         if row.op == "stack":
             part = Box((index, *(0,) * (len(shape) - 1)), (1, *shape[1:]))
             yield read(row.ours[0], part)[0]
-        elif row.op == "same" or row.op.startswith("split:"):
+        elif row.op in ("same", "copy") or row.op.startswith("split:"):
             for name in row.ours:  # joined along dim 0, so that one follows the other
                 shape = self._shapes[name]
                 for box in row_boxes(shape, 4) if shape else [Box((), ())]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -16,7 +17,10 @@ from intarsia.contracts import HFRule, HFTable
 from intarsia.errors import CheckpointError, PluginError, did_you_mean
 from torch import Tensor
 
-OPS = ("same", "transpose", "rope_half_to_pairs", "split:K", "stack")
+OPS = ("same", "transpose", "rope_half_to_pairs", "split:K", "stack", "copy")
+
+LAYER = re.compile(r"\{i(?:\+(\w+))?\}")
+"""A layer's number in a name of theirs: `{i}`, or `{i+FIELD}`, which counts from what the config's FIELD says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,39 +33,62 @@ class Row:
     heads: str
 
 
-def expand(table: HFTable, layers: int, experts: int = 0, aliases: Mapping[str, str] | None = None) -> list[Row]:
-    """The rows of a model with so many layers (and experts). A rule for a name in `aliases` (tied name to canonical name) has none: the canonical one
-    carries the tensor. PluginError where a rule is not well formed."""
+def expand(
+    table: HFTable,
+    layers: int,
+    experts: int = 0,
+    aliases: Mapping[str, str] | None = None,
+    *,
+    names: Collection[str] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> list[Row]:
+    """The rows of a model with so many layers (and experts). PluginError where a rule is not well formed.
+
+    Arguments: a rule for a name in `aliases` (tied name to canonical name) has no row: the canonical one carries the tensor. `names` are the model's own; rules
+    for others have no row, so that one table serves models whose layers differ (None: every rule holds for every layer). `sizes` are the config's whole numbers.
+    """
     rows = []
     for rule in table.rules:
         _check(rule)
-        per_layer = "{i}" in rule.theirs
-        for i in range(layers) if per_layer else (0,):
+        found = LAYER.search(rule.theirs)
+        first = _size(rule, found[1], sizes) if found and found[1] else 0
+        count = _size(rule, rule.heads, sizes) if rule.op == "copy" else layers
+        for i in range(count) if found else (0,):
             ours = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
             ours = tuple(name.replace("{i}", str(i)) for name in ours)
-            theirs = rule.theirs.replace("{i}", str(i))
-            names = tuple(theirs.replace("{e}", str(e)) for e in range(experts)) if rule.op == "stack" else (theirs,)
-            if not aliases or ours[0] not in aliases:
-                rows.append(Row(names, ours, rule.op, rule.heads))
+            if rule.op == "copy":
+                ours = tuple((aliases or {}).get(name, name) for name in ours)
+            theirs = LAYER.sub(str(first + i), rule.theirs)
+            several = tuple(theirs.replace("{e}", str(e)) for e in range(experts)) if rule.op == "stack" else (theirs,)
+            if not (aliases and ours[0] in aliases) and (names is None or any(name in names for name in ours)):
+                rows.append(Row(several, ours, rule.op, rule.heads))
     return rows
 
 
 def _check(rule: HFRule) -> None:
     ours = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
-    known = rule.op in ("same", "transpose", "rope_half_to_pairs", "stack") or rule.op.partition(":")[0] == "split"
+    known = rule.op in ("same", "transpose", "rope_half_to_pairs", "stack", "copy") or rule.op.partition(":")[0] == "split"
     wrong = None
     if not known:
         wrong = f"its op {rule.op!r} is none of {', '.join(OPS)}"
-    elif any(("{i}" in name) != ("{i}" in rule.theirs) for name in ours):
+    elif rule.op != "copy" and any(("{i}" in name) != bool(LAYER.search(rule.theirs)) for name in ours):
         wrong = "only one side has {i}"
     elif ("{e}" in rule.theirs) != (rule.op == "stack"):
         wrong = "{e} goes with op stack, and stack with {e}"
     elif (len(ours) > 1) != rule.op.startswith("split:") or (len(ours) > 1 and rule.op != f"split:{len(ours)}"):
         wrong = f"it has {len(ours)} names of ours and op {rule.op!r}"
-    elif (rule.op == "rope_half_to_pairs") != bool(rule.heads):
-        wrong = "`heads` goes with op rope_half_to_pairs"
+    elif (rule.op in ("rope_half_to_pairs", "copy")) != bool(rule.heads):
+        wrong = "`heads` goes with the ops rope_half_to_pairs and copy"
     if wrong:
         raise PluginError(f"The Hugging Face rule {rule.theirs!r} -> {rule.ours!r} is not well formed: {wrong}.")
+
+
+def _size(rule: HFRule, field: str, sizes: Mapping[str, int] | None) -> int:
+    if not sizes or field not in sizes:
+        raise PluginError(
+            f"The Hugging Face rule {rule.theirs!r} needs the config's {field!r}, a whole number. {did_you_mean(field, sizes or ())}"
+        )
+    return sizes[field]
 
 
 def to_ours(
@@ -120,22 +147,25 @@ def apply_rules(
     experts: int = 0,
     aliases: Mapping[str, str] | None = None,
     rows_of: Mapping[str, int] | None = None,
+    names: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
     """All tensors of a model, converted. Strict in both directions: CheckpointError lists what is missing and what nothing uses.
 
     Arguments: `aliases` maps our tied names to their canonical ones: they have no tensor of their own on either side; where a file has one
-    nevertheless, it must equal the canonical one. `sizes`, `experts`, `rows_of` as in `to_ours` and `expand`.
+    nevertheless, it must equal the canonical one, as a `copy` must. `sizes`, `experts`, `rows_of`, `names` as in `to_ours` and `expand`.
     """
     importing = direction == "import"
-    every = expand(table, layers, experts)
-    rows = expand(table, layers, experts, aliases)
+    every = expand(table, layers, experts, names=names, sizes=sizes)
+    rows = expand(table, layers, experts, aliases, names=names, sizes=sizes)
+    if importing:
+        rows = [row for row in rows if row.op != "copy"]
     missing = [name for row in rows for name in (row.theirs if importing else row.ours) if name not in tensors]
     used = {name for row in every for name in (row.theirs if importing else row.ours)}
     unused = [name for name in tensors if name not in used and not any(fnmatch.fnmatchcase(name, glob) for glob in table.ignored)]
     if missing or unused:
         raise CheckpointError(_mismatch(direction, missing, unused))
-    if importing and aliases:
-        _check_ties(every, tensors, aliases)
+    if importing:
+        _check_ties(every, tensors, aliases or {})
     out: dict[str, Tensor] = {}
     for row in rows:
         if importing:
@@ -154,11 +184,17 @@ def _mismatch(direction: str, missing: Sequence[str], unused: Sequence[str]) -> 
     return f"The tensors do not fit the family's Hugging Face table ({direction}): {'; '.join(parts)}."
 
 
+def twins(rows: Sequence[Row], aliases: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """What must be equal where a file has both: (a tied or copied tensor of theirs, the canonical one of theirs, why). `rows` include tied names."""
+    homes = {name: row.theirs[0] for row in rows if row.op != "copy" for name in row.ours}
+    found = [(homes[alias], homes[canonical], "tied") for alias, canonical in aliases.items() if alias in homes]
+    copies = [(row.theirs[0], homes[aliases.get(row.ours[0], row.ours[0])], "copied") for row in rows if row.op == "copy"]
+    return [*found, *copies]
+
+
 def _check_ties(rows: Sequence[Row], tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
-    theirs = {name: row.theirs[0] for row in rows for name in row.ours}
-    for alias, canonical in aliases.items():
-        one, other = tensors.get(theirs[alias]), tensors[theirs[canonical]]
-        if one is not None and not torch.equal(one, other):
-            raise CheckpointError(
-                f"{theirs[alias]} and {theirs[canonical]} differ, but the model's config ties them: tie_word_embeddings is wrong, or the file is."
-            )
+    for copy, original, why in twins(rows, aliases):
+        one, other = tensors.get(copy), tensors.get(original)
+        if one is not None and other is not None and not torch.equal(one, other):
+            reason = "the model's config ties them: tie_word_embeddings is wrong" if why == "tied" else "the former is a copy of the latter"
+            raise CheckpointError(f"{copy} and {original} differ, but {reason}, or the file is.")

@@ -28,15 +28,15 @@ class MLA(nn.Module):
     the queries are taken to the latent's space, and attention is over one shared key and value head, the latent itself. `form` is "auto" (whichever takes fewer
     multiplications; training is always plain), "plain" or "absorbed".
 
-    Heads are counted from the projections' outputs, so that a slice of the heads is the same module. `latent` does nothing on one device; it marks where
-    per-token work ends, and with `wq_b` (`wq` without a query latent), where the work on heads begins.
+    Heads are counted from the projections' outputs by `query_dim` and `up_dim` (a head's key and value), so that a slice of the heads is the same module.
+    `wq_a` and `wkv_a` are narrow and look at one token at a time; work on heads begins behind them.
     """
 
     def __init__(self, config: MLAConfig, scope: Scope) -> None:
         super().__init__()
         self.name = scope.name
         self.nope_dim, self.rope_dim, self.value_dim, self.kv_rank = config.nope_dim, config.rope_dim, config.value_dim, config.kv_rank
-        self.query_dim = config.nope_dim + config.rope_dim
+        self.query_dim, self.up_dim = config.nope_dim + config.rope_dim, config.nope_dim + config.value_dim
         self.scale = self.query_dim**-0.5 * scope.score_factor if config.scale is None else config.scale
         self.interleaved = scope.rope_interleaved
         self.form = "auto"
@@ -48,9 +48,8 @@ class MLA(nn.Module):
             self.wq_b = Linear(config.q_rank, config.heads * self.query_dim, scope.std)
         self.queries_from_latent = config.q_rank is not None
         self.wkv_a = Linear(scope.dim, config.kv_rank + config.rope_dim, scope.std)
-        self.latent = nn.Identity()
         self.kv_norm = build(config.norm, scope.inside("kv_norm", config.kv_rank))
-        self.wkv_b = Linear(config.kv_rank, config.heads * (config.nope_dim + config.value_dim), scope.std)
+        self.wkv_b = Linear(config.kv_rank, config.heads * self.up_dim, scope.std)
         self.wo = Linear(config.heads * config.value_dim, scope.dim, scope.output_std)
 
     def forward(self, x_BSD: Tensor, rope: RopeTables, context: SequenceContext) -> Tensor:
@@ -58,7 +57,7 @@ class MLA(nn.Module):
         q = self.wq_b(self.q_norm(self.wq_a(x_BSD))) if self.queries_from_latent else self.wq(x_BSD)
         q_BSHd, turned_BSHd = q.unflatten(-1, (-1, self.query_dim)).split((self.nope_dim, self.rope_dim), -1)
         turned_BSHd = ops.rope(turned_BSHd, *rope, self.interleaved)
-        latent_BSC, key_BSd = self.latent(self.wkv_a(x_BSD)).split((self.kv_rank, self.rope_dim), -1)
+        latent_BSC, key_BSd = self.wkv_a(x_BSD).split((self.kv_rank, self.rope_dim), -1)
         key_BS1d = ops.rope(key_BSd.unsqueeze(-2), *rope, self.interleaved)
         kept_BSC = torch.cat((self.kv_norm(latent_BSC), key_BS1d.squeeze(-2)), -1)
         attend = functools.partial(self._attend, q_BSHd, turned_BSHd, context)
@@ -91,21 +90,19 @@ class MLA(nn.Module):
             return self.form == "absorbed"
         if torch.is_grad_enabled() or self.wkv_b.weight_payload is not None:
             return False
-        up = self.kv_rank * (self.nope_dim + self.value_dim)
+        up = self.kv_rank * self.up_dim
         plain = entries * up + queries * entries * (self.query_dim + self.value_dim)
         return queries * up + queries * entries * (2 * self.kv_rank + self.rope_dim) < plain
 
     def _plain(self, q_BSHd: Tensor, turned_BSHd: Tensor, kept_BTC: Tensor, mask: dict[str, Any]) -> Tensor:
         latent_BTC, key_BTd = kept_BTC.split((self.kv_rank, self.rope_dim), -1)
-        k_BTHd, v_BTHd = (
-            self.wkv_b(latent_BTC).unflatten(-1, (-1, self.nope_dim + self.value_dim)).split((self.nope_dim, self.value_dim), -1)
-        )
+        k_BTHd, v_BTHd = self.wkv_b(latent_BTC).unflatten(-1, (-1, self.up_dim)).split((self.nope_dim, self.value_dim), -1)
         key_BTHd = key_BTd.unsqueeze(-2).expand(*k_BTHd.shape[:-1], self.rope_dim)
         q, k = torch.cat((q_BSHd, turned_BSHd), -1), torch.cat((k_BTHd, key_BTHd), -1)
         return ops.attention(q, k, v_BTHd, scale=self.scale, **mask)
 
     def _absorbed(self, q_BSHd: Tensor, turned_BSHd: Tensor, kept_BTC: Tensor, mask: dict[str, Any]) -> Tensor:
-        up_HdC = self.wkv_b.weight.unflatten(0, (-1, self.nope_dim + self.value_dim))
+        up_HdC = self.wkv_b.weight.unflatten(0, (-1, self.up_dim))
         keys_HdC, values_HdC = up_HdC.split((self.nope_dim, self.value_dim), 1)
         q_BSHC = torch.cat((torch.einsum("bshd,hdc->bshc", q_BSHd, keys_HdC), turned_BSHd), -1)
         entries_BT1C = kept_BTC.unsqueeze(-2)
