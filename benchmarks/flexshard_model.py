@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from intarsia import ops
 from intarsia.contracts import Init, Region, Regions
 from intarsia.layout import region_numel, slices
 from intarsia.parameters import ParameterTable
+from intarsia_models_common.scaled_linear import scaled_linear
 from torch import Tensor, nn
 
 ROPE_BASE = 500_000.0
@@ -65,7 +65,7 @@ class Linear(nn.Linear):
         """[..., inputs] to [..., outputs]."""
         if self.weight_payload is None or self.weight_scales is None:
             return F.linear(x, self.weight)
-        return ops.scaled_linear(x, self.weight, self.weight_payload, self.weight_scales, None, self.weight_tile)
+        return scaled_linear(x, self.weight, self.weight_payload, self.weight_scales, None, self.weight_tile)
 
 
 class Block(nn.Module):

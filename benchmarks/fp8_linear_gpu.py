@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from intarsia.ops.scaled_reference import dequantise, quantise
-from intarsia.ops.scaled_reference import scaled_linear as reference
+from intarsia.ops.float8 import dequantise, quantise
 from intarsia_kernels.fp8 import products, tiles
 from intarsia_kernels.fp8.linear import scaled_linear
 from intarsia_kernels.optimizer import quantised_adamw
 from intarsia_kernels.optimizer.adamw import fused_adamw
+from intarsia_models_common.scaled_linear import reference
 from torch import Tensor
 
 TILE = (128, 128)

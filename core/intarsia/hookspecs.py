@@ -101,9 +101,14 @@ def offer_placements() -> Sequence[Entry]:
     """Placements. Target: `build(config) -> Placement`."""
 
 
+@offer("operator")
+def offer_operators() -> Sequence[Entry]:
+    """Operators that a plugin owns: kernels may replace them as they may those of `intarsia.ops`. Target: the `intarsia.ops.Operator`, of the entry's name."""
+
+
 @offer("kernel", entry=KernelEntry)
 def offer_kernels() -> Sequence[KernelEntry]:
-    """Kernels for operators of `intarsia.ops`. Target: a callable with the reference's signature."""
+    """Kernels for operators. Target: a callable with the reference's signature."""
 
 
 @offer("checkpoint backend", base="intarsia.config:CheckpointBackendConfig")
@@ -160,8 +165,8 @@ def offer_schedules() -> Sequence[Entry]:
 
 @offer("engine", base="intarsia.config:EngineConfig")
 def offer_engines() -> Sequence[Entry]:
-    """Engines that run forward and backward. Target: `build(config, model, loss, recipe) -> Engine`, which also does what the recipe's `compile` and
-    `recompute` ask for."""
+    """Engines that run forward and backward. Target: `build(config, model, loss, recipe, parallel) -> Engine`, which also does what the
+    recipe's `compile` and `recompute` ask for."""
 
 
 @offer("sharder", base="intarsia.config:SharderConfig")
@@ -174,9 +179,15 @@ def offer_transports() -> Sequence[Entry]:
     """Ways from rank to rank other than through the process group. Target: `build(config) -> Transport`."""
 
 
+@offer("paralleliser", base="intarsia.config:ParallelConfig")
+def offer_parallelisers() -> Sequence[Entry]:
+    """What makes a model ready for a mesh with tensor, context, expert or pipeline parallelism. Target: `build(config) -> Paralleliser`.
+    The entry called `declared` is used where the recipe names none and the mesh needs one."""
+
+
 @offer("role", base="intarsia.config:RoleConfig")
 def offer_roles() -> Sequence[Entry]:
-    """Roles that a family's sharding table gives to modules. Target: `build(config) -> role`; the contract arrives with the parallel plugin."""
+    """Roles that a family's sharding table gives to modules. Target: `build(config) -> Role`."""
 
 
 @offer("metric sink", base="intarsia.config:MetricSinkConfig")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from intarsia.contracts import Box, Init, Region, Regions
 from intarsia.errors import PluginError, UsageError, did_you_mean
 from intarsia.layout import DTYPE_BYTES, range_boxes, region_numel, region_parts, slices, whole_region
-from intarsia.mesh import AXES, FOLDED
+from intarsia.mesh import copies_along
 
 if TYPE_CHECKING:
     from intarsia.comm import Communicator
@@ -41,6 +41,9 @@ class ParameterInfo:
     `outer` are cuts made before data parallelism, (mesh axis, size, placement or "replicate") each, outermost first: by tensor and expert parallelism. The
     model's own parameter then has the shape of the local piece. `low` is the low half of a split master (`split_master`), int16, of the local parameter's
     shape; the local parameter is the bfloat16 high half then.
+
+    `absent` are those names of a tie that other pipeline stages have. `is_copy`: another stage has the canonical one, so that norms, counts and saves skip this
+    one and loading fills it.
     """
 
     name: str
@@ -55,12 +58,20 @@ class ParameterInfo:
     layout: Layout | None = None
     outer: tuple[tuple[str, int, Placement | Literal["replicate"]], ...] = ()
     low: Tensor | None = None
+    absent: tuple[str, ...] = ()
+    is_copy: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name under which the model of this process has it."""
+        return tuple(name for name in (self.name, *self.aliases) if name not in self.absent)
 
 
 class ParameterTable(Mapping[str, ParameterInfo]):
     """All parameters by canonical name, in the model's order; an alias finds its canonical parameter too. Stability: provisional.
 
-    `dtype`, `compute` and `reduce` are torch dtype names as in the recipe's precision section; `seed` is the run's. `mesh` is set by the sharder.
+    `dtype`, `compute` and `reduce` are torch dtype names as in the recipe's precision section; `seed` is the run's. `mesh` is set by the sharder. `total` has
+    the numbers of elements of the whole model, `parameters` and `trainable_parameters`, also where this process keeps a pipeline stage only.
     """
 
     def __init__(self, dtype: str = "float32", compute: str | None = None, reduce: str | None = None, seed: int = 0) -> None:
@@ -70,6 +81,7 @@ class ParameterTable(Mapping[str, ParameterInfo]):
                 floating = [known for known in DTYPE_BYTES if getattr(torch, known).is_floating_point]
                 raise UsageError(f"precision: {name!r} is not a floating-point dtype. {did_you_mean(name, floating)}")
         self.mesh: Mesh | None = None
+        self.total = {"parameters": 0, "trainable_parameters": 0}
         self._infos: dict[str, ParameterInfo] = {}
         self._canonical: dict[str, str] = {}
 
@@ -108,7 +120,19 @@ class ParameterTable(Mapping[str, ParameterInfo]):
         for info in table.values():
             places = {_block_of(name, regions.blocks) for name in (info.name, *info.aliases)}
             info.block = places.pop() if len(places) == 1 else ""
+        sizes = [(math.prod(info.shape), info.trainable) for info in table.values()]
+        table.total = {"parameters": sum(n for n, _ in sizes), "trainable_parameters": sum(n for n, trainable in sizes if trainable)}
         return table
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Forget every parameter of which none of `names` (canonical or not) is a name: a pipeline stage's table has its own part only."""
+        kept = set(names)
+        for name, info in list(self._infos.items()):
+            info.absent = tuple(each for each in (name, *info.aliases) if each not in kept)
+            info.is_copy = name in info.absent
+            if not info.names:
+                del self._infos[name]
+        self._canonical = {name: canonical for name, canonical in self._canonical.items() if canonical in self._infos}
 
     def add(self, info: ParameterInfo) -> None:
         """Enter a parameter. Raises PluginError where the name is taken."""
@@ -172,7 +196,7 @@ class ParameterTable(Mapping[str, ParameterInfo]):
         """The p-norm (p may be inf) of all parameters' tensors together as one vector; a 0-d float32 tensor, equal on all ranks.
 
         `tensors` are this rank's local parts by parameter name (gradients, say), laid out like the parameters or as `layouts` say; `comm` spans the whole
-        mesh. Each element counts once: primaries only. A pending reduction is carried out (on a copy) before the norm. One all-reduce else. A NaN anywhere
+        mesh. Each element counts once: primaries only, and no copies. A pending reduction is carried out (on a copy) before the norm. One all-reduce else. A NaN anywhere
         gives a result that is not finite.
         """
         mine: list[Tensor] = []
@@ -180,7 +204,7 @@ class ParameterTable(Mapping[str, ParameterInfo]):
             layout = (layouts or {}).get(name, self[name].layout)
             if layout is None:
                 raise PluginError(f"Parameter {name!r} has no layout yet: the sharder has not run.")
-            mine += self._primary_parts(tensors[name].detach(), layout)
+            mine += [] if self[name].is_copy else self._primary_parts(tensors[name].detach(), layout)
         mine = [part if part.dtype in (torch.float32, torch.float64) else part.float() for part in mine if part.numel()]
         if p == math.inf:
             local = torch.nn.utils.get_total_norm(mine, p) if mine else torch.zeros((), device=comm.device)
@@ -198,10 +222,7 @@ class ParameterTable(Mapping[str, ParameterInfo]):
         local, primary = layout.local(rank), layout.primary(rank)
         if tensor.numel() != region_numel(local):
             raise PluginError(f"A local tensor has {tensor.numel()} elements, its layout {region_numel(local)}.")
-        named = {axis for axis, _ in layout.axes}
-        spanning = ("dp_replicate", *FOLDED) if named & set(FOLDED) else AXES[1:]
-        # Along axes that a layout does not name every rank has a copy, except that a pipeline stage has its own parameters.
-        if self.mesh is not None and any(self.mesh.coordinates[axis] and axis not in named for axis in spanning):
+        if self.mesh is not None and any(self.mesh.coordinates[axis] for axis in copies_along(axis for axis, _ in layout.axes)):
             return []
         if primary == local:
             return [tensor]
@@ -216,12 +237,13 @@ class ParameterTable(Mapping[str, ParameterInfo]):
         problems: list[str] = []
         named = dict(model.named_parameters(remove_duplicate=False))
         local = sharded.parameters()
-        problems += [f"{name} is not in the model any more" for name in self._canonical if name not in named]
+        problems += [f"{name} is not in the model any more" for info in self.values() for name in info.names if name not in named]
         problems += [f"{name} is in the model, but not in the parameter table" for name in named if name not in self._canonical]
         problems += [f"{name} has no local part in the sharded model" for name in self if name not in local]
         problems += [f"{name} is kept by the sharder, but is not a canonical name" for name in local if name not in self._infos]
         for name, info in self._infos.items():
-            problems += [f"{alias} is no longer tied to {name}" for alias in info.aliases if not _same(named.get(alias), named.get(name))]
+            here = info.names
+            problems += [f"{alias} is no longer tied to {here[0]}" for alias in here if not _same(named.get(alias), named.get(here[0]))]
             if name in local and local[name].requires_grad != info.trainable:
                 problems.append(
                     f"{name} is {'frozen' if info.trainable else 'trained'}, but was declared {'trained' if info.trainable else 'frozen'}"

@@ -14,7 +14,7 @@ from intarsia.comm import Communicator, SelfCommunicator
 from intarsia.config import MeshConfig
 from intarsia.contracts import Init, Regions
 from intarsia.mesh import Mesh, check_mesh
-from intarsia.ops.scaled_reference import dequantise, quantise
+from intarsia.ops.float8 import dequantise, quantise
 from intarsia.parameters import ParameterTable
 from intarsia_flexshard import bucket as bucket_module
 from intarsia_flexshard.config import FlexShardConfig

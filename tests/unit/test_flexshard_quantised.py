@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from intarsia import ops
 from intarsia.contracts import Member
 from intarsia.errors import PluginError, UsageError
 from intarsia.layout import build_layouts, slices
-from intarsia.ops.scaled_reference import FORMAT, dequantise, quantise
+from intarsia.ops.float8 import FORMAT, dequantise, quantise
 from intarsia_flexshard import quantised
 from intarsia_flexshard.plan import Geometry, make_geometry
 from intarsia_flexshard.quantised import QuantisedPayload, reads_payload
 from intarsia_flexshard.tiles import Tiles, best_tiles, dequantise_tiles, quantise_tiles
 from intarsia_flexshard.wire import Wire, check_quantisation, make_wire, tile_of
 from intarsia_models_common.build import Linear
+from intarsia_models_common.scaled_linear import scaled_linear
 from intarsia_placements import block, flat, owned, row
 from intarsia_placements.config import Block, Flat, Owned, Row
 from torch import Tensor, nn
@@ -224,7 +224,7 @@ def test_gathers_do_not_disturb_what_autograd_has_saved() -> None:
     gather(found)
     module: Any = found[0].owners[0][0][0]
     x = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
-    y = ops.scaled_linear(x, found[0].parameters[0], module.weight_payload, module.weight_scales, None, TILE)
+    y = scaled_linear(x, found[0].parameters[0], module.weight_payload, module.weight_scales, None, TILE)
     gather(found)
     y.sum().backward()
     weight = dequantise(*quantise(full[0].bfloat16(), TILE), TILE, torch.bfloat16)

@@ -9,7 +9,7 @@ import pytest
 from intarsia.comm import FakeCommunicator, SelfCommunicator
 from intarsia.config import MeshConfig
 from intarsia.errors import UsageError
-from intarsia.mesh import Mesh, check_mesh, check_supported
+from intarsia.mesh import Mesh, check_mesh
 
 
 def test_minus_one_takes_what_is_left() -> None:
@@ -33,12 +33,6 @@ def test_messages_hold_the_numbers(config: MeshConfig, world: int, words: list[s
         check_mesh(config, world)
     for word in words:
         assert word in str(caught.value)
-
-
-def test_what_is_not_run_yet_is_refused_by_name() -> None:
-    check_supported(check_mesh(MeshConfig(dp_replicate=2, dp_shard=4), 8))
-    with pytest.raises(UsageError, match=r"pp 2, ep 2.*dp_replicate, dp_shard"):
-        check_supported(check_mesh(MeshConfig(pp=2, dp_shard=2, ep=2), 4))
 
 
 def test_coordinates_are_row_major_and_groups_partition_the_world() -> None:

@@ -30,8 +30,8 @@ class FakePlugins:
         self._entries = entries
 
     def registry(self, kind):
-        assert kind == "kernel"
-        return self
+        assert kind in ("kernel", "operator")
+        return self if kind == "kernel" else FakePlugins()
 
     def entries(self):
         return list(self._entries)

@@ -111,7 +111,7 @@ def test_frozen_groups_are_kept_from_the_optimizer() -> None:
         ("default", ["1.weight"], {}),
     ]
     with pytest.raises(UsageError, match="No parameter trains"):
-        optimizer_groups([], parameters, [])
+        freeze([ParameterGroup(name="all", match=("*",), frozen=True)], model)
 
 
 # ---------------------------------------------------------------- resume

@@ -12,6 +12,7 @@ from intarsia import plugins
 from intarsia.comm import SelfCommunicator
 from intarsia.contracts import IGNORE, Batch, LossSum, Run
 from intarsia.errors import DistributedError, NumericsError
+from intarsia.mesh import Mesh
 from intarsia.train.built import Built
 from intarsia.train.evaluate import evaluate
 from intarsia.train.step import Flags, agree_on_tokens, clip, train_step
@@ -127,6 +128,7 @@ def make(*steps: list[Batch], clip_norm: float | None = None, world: Any = None)
     world = world or SelfCommunicator()
     hooks = plugins.load(entry_points=[]).hooks
     built = Built(Run(recipe, None), SimpleNamespace(recipe=recipe), None, hooks, world, torch.device("cpu"))  # type: ignore[arg-type]
+    built.mesh = Mesh({"dp_shard": world.size}, world)
     built.data, built.loader, built.model, built.loss = world, Batches(*steps), model, Sum()  # type: ignore[assignment]
     built.engine, built.sharded, built.optimizer = EagerEngine(model, built.loss), Whole(model), Descent(model)  # type: ignore[assignment]
     built.schedule = SimpleNamespace(factor=lambda step, steps: 0.25)  # type: ignore[assignment]

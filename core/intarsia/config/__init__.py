@@ -13,6 +13,7 @@ from intarsia.config.bases import (
     MetricSinkConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     PlacementConfig,
     RoleConfig,
     ScheduleConfig,

@@ -98,6 +98,11 @@ class TransportConfig(Config):
 
 
 @chz.chz(typecheck=True)
+class ParallelConfig(Config):
+    """Settings of a paralleliser."""
+
+
+@chz.chz(typecheck=True)
 class RoleConfig(Config):
     """Settings of a parallel role."""
 

@@ -22,6 +22,7 @@ from intarsia.config.bases import (
     MetricSinkConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     ScheduleConfig,
     SharderConfig,
     StorageConfig,
@@ -195,6 +196,9 @@ class Recipe(Config):
     checkpoint: CheckpointConfig = chz.field(doc="Checkpoints.")
     train: TrainConfig = chz.field(default_factory=TrainConfig, doc="The run loop.")
     mesh: MeshConfig = chz.field(default_factory=MeshConfig, doc="Parallelism.")
+    parallel: ParallelConfig | None = chz.field(
+        default=None, doc="What cuts the model for pp, cp, tp and ep; none: `declared` where the mesh needs one."
+    )
     precision: PrecisionConfig = chz.field(default_factory=PrecisionConfig, doc="Dtypes.")
     compile: CompileConfig = chz.field(default_factory=CompileConfig, doc="torch.compile.")
     recompute: RecomputeConfig = chz.field(default_factory=RecomputeConfig, doc="Activation checkpointing.")

@@ -28,6 +28,7 @@ from intarsia.contracts.environment import (
     Turn,
 )
 from intarsia.contracts.model import HFRule, HFTable, Init, Model, Regions
+from intarsia.contracts.parallel import Parallel, Paralleliser, PipelinePart, Role, StagePart
 from intarsia.contracts.placement import ALIGNMENT_BYTES, Box, Member, Partition, Placement, Region
 from intarsia.contracts.run import BuildStage, Run, StepSummary
 from intarsia.contracts.sequence import CacheSpec, ContextKind, Mixer, MixerSpec, SequenceContext
@@ -101,17 +102,22 @@ __all__ = [
     "Observation",
     "Optimizer",
     "OptimizerGroup",
+    "Parallel",
+    "Paralleliser",
     "Partition",
     "Piece",
+    "PipelinePart",
     "Placement",
     "Region",
     "Regions",
+    "Role",
     "Rubric",
     "Run",
     "Schedule",
     "SequenceContext",
     "ShardedModel",
     "Sharder",
+    "StagePart",
     "StateItem",
     "StateKind",
     "Stateful",

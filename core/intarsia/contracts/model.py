@@ -27,12 +27,14 @@ class Regions:
     """Module names (dotted) by the purpose that a run may use them for. Stability: provisional.
 
     `blocks`: the repeated units in execution order (buckets, pipeline cuts, activation checkpoints); `compile`: modules that
-    `local_compile` compiles; `ties`: groups of parameter names that are one tensor, canonical name first.
+    `local_compile` compiles; `ties`: groups of parameter names that are one tensor, canonical name first; `stages`: the blocks before which a
+    pipeline may be cut (empty: before every block).
     """
 
     blocks: tuple[str, ...]
     compile: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
+    stages: tuple[str, ...] = ()
 
 
 @runtime_checkable
@@ -40,11 +42,15 @@ class Model(Protocol):
     """A language model as `nn.Module`: built with shapes only (meta device allowed), filled by the ParameterTable. Stability: provisional.
 
     Parameters have canonical, unfused names, which are the names of `named_parameters()`. Logits are
-    `project(hidden)`; the loss never needs them whole and calls `ops.cross_entropy(hidden, head_weight_VD, ...)`.
+    `project(hidden)`; the loss never needs them whole and calls `ops.cross_entropy(hidden, head_weight_VD, ...)`, or in its place the model's own
+    `cross_entropy` of the same arguments, where it has one (a head that is cut over ranks).
+
+    A model that predicts further ahead than the next token has an attribute `predicts_ahead`, the number K of further depths. It is then given the
+    following tokens by its context (`following_BSK`) and returns K + 1 hidden states, the next token's first.
     """
 
-    def __call__(self, tokens_BS: Tensor, context: SequenceContext) -> Tensor:
-        """Hidden states after the last norm, [B, S, D], in the compute dtype."""
+    def __call__(self, tokens_BS: Tensor, context: SequenceContext) -> Tensor | tuple[Tensor, ...]:
+        """Hidden states after the last norm, [B, S, D], in the compute dtype; a tuple of them from a model that predicts further ahead."""
 
     def project(self, hidden_BSD: Tensor) -> Tensor:
         """Logits [B, S, V]."""

@@ -69,7 +69,7 @@ class StepState(Protocol):
 
     def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
         """Combine what this step's micro-batches counted over all ranks, before the event `before_update`. The argument sums a tensor over the
-        ranks that share the data, in place; every rank calls it equally often."""
+        ranks that have the same module (those of one pipeline stage), in place; each of them calls it equally often."""
 
     def commit(self) -> None:
         """Apply it, once, after the optimizer step, and count anew."""

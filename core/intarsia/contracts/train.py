@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -120,17 +120,23 @@ class Sharder(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Runs forward and backward of one micro-batch. Built by `target(config, model, loss, recipe)`. Stability: provisional."""
+    """Runs forward and backward. Built by `target(config, model, loss, recipe, parallel)`; `parallel` is what a `Paralleliser` made of the model, or None.
+    Stability: provisional.
 
-    def micro_batch(self, batch: Batch, scale: float) -> LossSum:
-        """Forward, loss, and backward of `total * scale`. Returns detached sums."""
+    For every batch it adds the following tokens where the model predicts further ahead, takes this rank's part (`parallel.local`), makes the context, and runs
+    forward, loss and backward inside `intarsia.logical.micro_batch`, whose sums join the loss's. Every rank of the mesh calls every method alike.
+    """
+
+    def run(self, batches: Sequence[Batch], scale: float, sharded: ShardedModel) -> list[LossSum]:
+        """All micro-batches of a step, on the device: forward, loss, and backward of `total * scale`. Says by `sharded.set_last_micro_batch` which is the
+        last, and leaves `finish_gradients` to the caller. Returns detached sums, this rank's share: along tp every rank returns the same."""
 
     def evaluate(self, batch: Batch) -> LossSum:
         """Forward and loss without gradients."""
 
-    def find_not_finite(self, batch: Batch, scale: float) -> Mapping[str, Any] | None:
-        """Run the micro-batch again and say what is not finite first: its `module`, `where` in it, and the names of those of its own `parameters`
-        that are not finite. None where everything is finite. Gradients of parameters may change."""
+    def explain_not_finite(self, batches: Sequence[Batch], scale: float, sharded: ShardedModel, world: Communicator) -> str:
+        """A sentence, the same on every rank, about what is not finite first in this step: which module, where, on which rank, in which micro-batch. Runs
+        the micro-batches again, so that gradients of parameters change. A collective."""
 
 
 @runtime_checkable

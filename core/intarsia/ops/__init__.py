@@ -1,8 +1,8 @@
 """The operators that kernels may replace, each with a plain reference.
 
-    linear  scaled_linear  rms_norm  rope  swiglu  embedding  attention  cross_entropy
+    linear  rms_norm  rope  swiglu  embedding  attention  cross_entropy
 
-Model code calls `ops.NAME(...)`. Which implementation runs is chosen once for a run by `select` and put in force by `install`;
+Plugins own further ones (`offer_operators`). Model code calls `ops.NAME(...)`, or the plugin's operator. Which implementation runs is chosen once for a run by `select` and put in force by `install`;
 without that every operator is its reference.
 
 Shape suffixes: B rows, S query tokens, T key tokens, H query heads, K key/value heads, D head or model dim, V vocabulary,
@@ -25,7 +25,6 @@ from intarsia.ops.operator import (
     record,
     rms_norm,
     rope,
-    scaled_linear,
     swiglu,
 )
 from intarsia.ops.select import Selection, install, select
@@ -46,7 +45,6 @@ __all__ = [
     "record",
     "rms_norm",
     "rope",
-    "scaled_linear",
     "select",
     "swiglu",
 ]

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from intarsia.errors import UsageError, did_you_mean
+from intarsia.contracts import Entry
+from intarsia.errors import PluginError, UsageError, did_you_mean
 from intarsia.ops import references
 from intarsia.ops.attention_reference import attention as _attention
 from intarsia.ops.cross_entropy_reference import cross_entropy as _cross_entropy
-from intarsia.ops.scaled_reference import scaled_linear as _scaled_linear
+from intarsia.plugins import Plugins, current
 
 log = logging.getLogger("intarsia.ops")
 
@@ -99,22 +100,42 @@ swiglu = Operator("swiglu", references.swiglu, "pointwise", invariant=True)
 embedding = Operator("embedding", references.embedding, "other", invariant=True)
 attention = Operator("attention", _attention, "other", invariant=False)
 cross_entropy = Operator("cross_entropy", _cross_entropy, "other", invariant=False)
-# As invariant as what is in force for `linear`, which invariant mode sees to: the reference runs that.
-scaled_linear = Operator("scaled_linear", _scaled_linear, "other", invariant=True)
-
-_OPERATORS = {op.name: op for op in (rms_norm, rope, swiglu, embedding, attention, cross_entropy, linear, scaled_linear)}
+_OPERATORS = {op.name: op for op in (rms_norm, rope, swiglu, embedding, attention, cross_entropy, linear)}
 
 
-def operators() -> Mapping[str, Operator]:
-    """All operators by name. Stability: provisional."""
-    return _OPERATORS
+def operators(plugins: Plugins | None = None) -> Mapping[str, Operator]:
+    """All operators by name: core's, and those that plugins own, whose code is imported. Stability: provisional."""
+    return {**_OPERATORS, **{name: _imported(entry, plugins) for name, entry in _offered(plugins).items()}}
 
 
-def find(name: str) -> Operator:
-    """The operator `name`. Raises UsageError with the nearest names."""
-    if name not in _OPERATORS:
-        raise UsageError(f"There is no operator {name!r} in intarsia.ops. {did_you_mean(name, _OPERATORS)}")
-    return _OPERATORS[name]
+def find(name: str, plugins: Plugins | None = None) -> Operator:
+    """The operator `name`, of core or of a plugin, of which only its code is imported. Raises UsageError with the nearest names."""
+    if name in _OPERATORS:
+        return _OPERATORS[name]
+    offered = _offered(plugins)
+    if name not in offered:
+        raise UsageError(f"There is no operator {name!r}. {did_you_mean(name, (*_OPERATORS, *offered))}")
+    return _imported(offered[name], plugins)
+
+
+def _offered(plugins: Plugins | None) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for entry in (plugins or current()).registry("operator").entries():
+        if entry.name in _OPERATORS or found.setdefault(entry.name, entry) is not entry:
+            other = found[entry.name].full_name if entry.name in found else "intarsia.ops"
+            raise PluginError(
+                f"Operator {entry.full_name!r} needs another name: {other} has this one. Models call operators, so a run has one of a name."
+            )
+    return found
+
+
+def _imported(entry: Entry, plugins: Plugins | None) -> Operator:
+    found = (plugins or current()).target(entry)
+    if not isinstance(found, Operator) or found.name != entry.name:
+        raise PluginError(
+            f"Operator {entry.full_name!r}: its target {entry.target!r} must be an intarsia.ops.Operator of the name {entry.name!r}."
+        )
+    return found
 
 
 @contextlib.contextmanager
@@ -137,7 +158,7 @@ def record() -> Iterator[list[Call]]:
     A call that a kernel could not take is recorded with kernel `reference`.
     """
     calls: list[Call] = []
-    before = {op: op._run for op in _OPERATORS.values()}
+    before = {op: op._run for op in operators().values()}
     for op, run in before.items():
         op._run = _recorded(op, run, calls)
     try:

@@ -60,14 +60,14 @@ def select(
     """
     entries = [entry for entry in plugins.registry("kernel").entries() if isinstance(entry, KernelEntry)]
     for named in set(kernels) - {"*"}:
-        find(named)
+        find(named, plugins)
     default = kernels.get("*", "auto")
     if default not in ("auto", "reference") and not any(_named(entry, default) for entry in entries):
         hint = did_you_mean(default, {entry.name for entry in entries} | {"auto", "reference"})
         raise UsageError(f"No operator has a kernel {default!r} (asked for by kernels.*). {hint}")
     context = _Context(plugins, frozenset(capabilities), dtype, compiled, invariant, _recorded() if measured is None else measured)
     choices = {}
-    for name, op in operators().items():
+    for name, op in operators(plugins).items():
         own = [entry for entry in entries if entry.op == name]
         wanted = kernels.get(name) or (default if default == "reference" or any(_named(entry, default) for entry in own) else "auto")
         choices[name] = context.automatic(op, own) if wanted == "auto" else context.named(op, own, wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from intarsia.checkpoint import CheckpointManager
 from intarsia.config import Config, ModelConfig, Resolved
 from intarsia.contracts import BuildStage, Loader, StepState, Tokenizer
 from intarsia.device import capabilities
+from intarsia.discovery import import_reference
 from intarsia.errors import UsageError
 from intarsia.mesh import Mesh
 from intarsia.parameters import ParameterTable
@@ -48,9 +48,7 @@ def _stage_facts(built: Built, stage: BuildStage) -> dict[str, Any]:
     if stage == "data":
         return {"data": built.loader.facts(), "evaluation": built.evaluation.facts() if built.evaluation else None}
     if stage == "parameters":
-        infos = [built.table[name] for name in built.table.names()]
-        trainable = sum(math.prod(info.shape) for info in infos if info.trainable)
-        return {"parameters": sum(math.prod(info.shape) for info in infos), "trainable_parameters": trainable}
+        return dict(built.table.total)
     if stage == "optimizer":
         groups = collections.Counter(info.group for info in built.table.values() if info.group)
         slots = collections.Counter(", ".join(slots) for slots in built.optimizer.slots().values())
@@ -111,11 +109,32 @@ def choose_kernels(resolved: Resolved, plugins: Plugins) -> None:
         resolved.decide(f"kernels.{op}", choice["value"], choice["reason"])
 
 
+def parallelise(built: Built) -> None:
+    """Let the recipe's paralleliser cut the model, or `declared` where the recipe names none and the mesh needs one."""
+    recipe, plugins = built.resolved.recipe, built.plugins
+    needed = [f"{axis} {built.mesh.sizes[axis]}" for axis in ("pp", "cp", "tp", "ep") if built.mesh.sizes[axis] > 1]
+    config = recipe.parallel
+    if config is None and needed:
+        declared = [entry for entry in plugins.registry("paralleliser").entries() if entry.name == "declared"]
+        if not declared:
+            raise UsageError(
+                f"mesh: {', '.join(needed)} needs a paralleliser, and no plugin offers the one called `declared`. Install intarsia-parallel, or use "
+                "dp_replicate and dp_shard only."
+            )
+        config = plugins.config_class(declared[0])()
+        built.resolved.decide("parallel", declared[0].full_name, f"the mesh has {', '.join(needed)}")
+    if config is not None:
+        sharding = getattr(plugins.entry_of(recipe.model), "sharding", None)
+        table = None if sharding is None else import_reference(sharding)
+        built.parallel = plugins.build(config).apply(built.model, built.table, built.mesh, recipe, table)
+
+
 def build_parameters(built: Built) -> Any:
-    """Stage parameters: the table, and the sharder that takes the parameters over and fills them."""
+    """Stage parameters: the table, the paralleliser that cuts the model, and the sharder that takes the parameters over and fills them."""
     recipe = built.resolved.recipe
     precision = recipe.precision
     built.table = ParameterTable.from_model(built.model, precision.master, precision.compute, precision.reduce, recipe.train.seed)
+    parallelise(built)
     config: Config = recipe.sharder
     whole = [entry for entry in built.plugins.registry("sharder").entries() if entry.name == "whole"]
     if whole and built.world.size == 1 and precision.master == precision.compute == precision.reduce:
@@ -147,7 +166,7 @@ def build_engine(built: Built) -> Any:
     """Stage engine: the loss, the engine, and modules with state of their own."""
     recipe = built.resolved.recipe
     built.loss = built.plugins.build(recipe.loss)
-    built.engine = built.plugins.build(recipe.engine, built.model, built.loss, recipe)
+    built.engine = built.plugins.build(recipe.engine, built.model, built.loss, recipe, built.parallel)
     built.step_states = [module for module in built.model.modules() if isinstance(module, StepState)]
     built.model.train()
     return built.engine

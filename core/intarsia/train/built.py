@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from intarsia.checkpoint import CheckpointManager
     from intarsia.comm import Communicator
     from intarsia.config import Resolved
-    from intarsia.contracts import Batch, Engine, Loader, Loss, Optimizer, Run, Schedule, ShardedModel, Stateful, StepState
+    from intarsia.contracts import Batch, Engine, Loader, Loss, Optimizer, Parallel, Run, Schedule, ShardedModel, Stateful, StepState
     from intarsia.hooks import Hooks
     from intarsia.mesh import Mesh
     from intarsia.parameters import ParameterTable
@@ -49,6 +49,7 @@ class Built:
     schedule: Schedule = dataclasses.field(init=False)
     loss: Loss = dataclasses.field(init=False)
     engine: Engine = dataclasses.field(init=False)
+    parallel: Parallel | None = None
     step_states: list[StepState] = dataclasses.field(default_factory=list)
     manager: CheckpointManager = dataclasses.field(init=False)
     progress: Progress = dataclasses.field(init=False)

@@ -9,7 +9,7 @@ import torch
 
 from intarsia.contracts import LossSum
 from intarsia.train.built import Built
-from intarsia.train.step import add_up
+from intarsia.train.step import add_up, over_ranks
 
 
 def evaluate(built: Built) -> dict[str, float]:
@@ -31,10 +31,11 @@ def evaluate(built: Built) -> dict[str, float]:
     finally:
         built.model.train()
     sums = add_up(results)
-    names = sorted(sums)
-    counts = torch.tensor([counted, size_bytes, unknown], dtype=torch.float64, device=built.device)
-    values = built.data.all_reduce(torch.cat([torch.stack([sums[name] for name in names]), counts]), what="evaluation").tolist()
-    *totals, counted, size_bytes, unknown = values
+    # Of the ranks that share a part of the data one counts it.
+    first = not any(built.mesh.coordinates[axis] for axis in ("pp", "cp", "tp"))
+    counts = torch.tensor([counted, size_bytes, unknown], dtype=torch.float64, device=built.device) * first
+    names, values = over_ranks(built, sums, counts, "evaluation")
+    *totals, counted, size_bytes, unknown = values.tolist()
     if not counted:
         built.warn("Evaluation: no held-out token is trained on, so there is no loss. Look at data.held_out or data.evaluation.")
         return {}

@@ -7,6 +7,7 @@ carries the sums out. The device is waited for once in a step: to see that loss 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -16,9 +17,8 @@ import torch
 from torch import Tensor
 
 from intarsia.contracts import Batch, LossSum, StepSummary
-from intarsia.errors import DistributedError
+from intarsia.errors import CheckpointError, DistributedError, NumericsError
 from intarsia.train.built import Built
-from intarsia.train.numerics import explain_not_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,19 +63,20 @@ def train_step(built: Built, flags: Callable[[], Flags]) -> tuple[StepSummary, F
     counted, tokens = agreed
     built.hooks.before_step(run=run, step=step)
     scale = 1.0 / counted if counted else 0.0
-    sums = run_micro_batches(built, batches, scale)
+    batches = [built.on_device(batch) for batch in batches]
+    sums = add_up(built.engine.run(batches, scale, built.sharded))
+    built.sharded.finish_gradients()
     parameters = built.sharded.parameters()
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     norm = built.table.norm(gradients, built.world, train.clip_norm_type)
-    names, asked = sorted(sums), flags()
+    asked = flags()
     told = torch.tensor([asked.stop, asked.failed], dtype=torch.float64, device=built.device)
-    values = torch.cat([torch.stack([sums[name] for name in names]), told])
-    built.data.all_reduce(values, what="loss of the step")
+    names, values = over_ranks(built, sums, told, "loss of the step")
     *totals, stop, failed, norm_value = torch.cat([values, norm.to(values).reshape(1)]).tolist()
     metrics = {name: total * scale for name, total in zip(names, totals, strict=True)}
     loss = metrics.pop("loss")
     if not (math.isfinite(loss) and math.isfinite(norm_value)):
-        raise explain_not_finite(built, batches, scale, loss, norm_value)
+        raise not_finite(built, batches, scale, loss, norm_value)
     clip(list(gradients.values()), norm_value, train.clip_norm)
     if counted == 0:
         built.warn(f"Step {step}: no token of the global batch is trained on; its gradient is 0.")
@@ -86,7 +87,7 @@ def train_step(built: Built, flags: Callable[[], Flags]) -> tuple[StepSummary, F
         step=step,
         loss=loss,
         gradient_norm=norm_value,
-        learning_rate=next(iter(rates.values())) * factor,
+        learning_rate=next(iter(rates.values()), 0.0) * factor,
         tokens=tokens,
         counted_tokens=counted,
         seconds_s=time.perf_counter() - start,
@@ -97,23 +98,35 @@ def train_step(built: Built, flags: Callable[[], Flags]) -> tuple[StepSummary, F
     return summary, Flags(stop > 0, failed > 0)
 
 
-def run_micro_batches(built: Built, batches: Sequence[Batch], scale: float) -> dict[str, Tensor]:
-    """Forward and backward of all micro-batches; gradients are complete afterwards. Returns this rank's sums by name (`loss` and the loss's
-    further ones) as float64 scalars on the device."""
-    results: list[LossSum] = []
-    for number, batch in enumerate(batches):
-        built.sharded.set_last_micro_batch(number == len(batches) - 1)
-        results.append(built.engine.micro_batch(built.on_device(batch), scale))
-    built.sharded.finish_gradients()
-    return add_up(results)
-
-
 def add_up(results: Sequence[LossSum]) -> dict[str, Tensor]:
-    """The sums over micro-batches, in float64."""
+    """This rank's sums over micro-batches by name (`loss` and further ones), float64 scalars on the device."""
     sums = {"loss": torch.stack([result.total.double() for result in results]).sum()}
-    for name in results[0].sums:
-        sums[name] = torch.stack([result.sums[name].double() for result in results]).sum()
+    for name in {name: None for result in results for name in result.sums}:
+        sums[name] = torch.stack([result.sums[name].double() for result in results if name in result.sums]).sum()
     return sums
+
+
+def over_ranks(built: Built, sums: dict[str, Tensor], further: Tensor, what: str) -> tuple[list[str], Tensor]:
+    """Names of all sums, and their totals over the mesh with those of `further` behind. Ranks along tp have the same sums: the first one's count."""
+    names = sorted(sums)
+    if built.mesh.sizes["pp"] > 1:  # Stages have sums of their own.
+        names = sorted({name for each in built.world.gather_json(names, what=f"names, {what}") for name in each})
+    mine = torch.stack([sums[name] if name in sums else torch.zeros_like(sums["loss"]) for name in names])
+    values = torch.cat([torch.zeros_like(mine) if built.mesh.coordinates["tp"] else mine, further])
+    return names, built.world.all_reduce(values, what=what)
+
+
+def not_finite(built: Built, batches: Sequence[Batch], scale: float, loss: float, norm: float) -> NumericsError:
+    """The error that ends the run, the same on every rank. A collective."""
+    cause = built.engine.explain_not_finite(batches, scale, built.sharded, built.world)
+    with contextlib.suppress(CheckpointError):  # A save that failed as well is told at the end of the run.
+        built.manager.wait()
+    latest = built.manager.latest(verify=False)
+    kept = f"the last good checkpoint is {latest.location}" if latest else "there is no checkpoint yet"
+    return NumericsError(
+        f"Step {built.run.step} is not finite: loss {loss:g}, gradient norm {norm:g}. {cause} The step was not applied; {kept}. Lower the learning rate, "
+        "lengthen warm-up, or look at the samples named."
+    )
 
 
 @torch.no_grad()
@@ -126,7 +139,7 @@ def clip(gradients: list[Tensor], norm: float, limit: float | None) -> None:
 def update(built: Built, step: int, factor: float) -> None:
     """Apply the update: the sharder's, by the optimizer, and of what models count during a step."""
     for state in built.step_states:
-        state.reduce(lambda tensor: built.data.all_reduce(tensor, what="step state"))
+        state.reduce(lambda tensor: built.mesh.stage.all_reduce(tensor, what="step state"))
     built.hooks.before_update(run=built.run, step=step)
     built.sharded.update(built.optimizer, factor)
     for state in built.step_states:

@@ -25,7 +25,7 @@ from intarsia.contracts import Run, StepSummary
 from intarsia.discovery import describe
 from intarsia.errors import CheckpointError, IntarsiaError, PluginError, StoppedWithCheckpoint, UsageError
 from intarsia.hooks import undisturbed
-from intarsia.mesh import check_mesh, check_supported
+from intarsia.mesh import check_mesh
 from intarsia.plugins import Plugins, check_same_plugins
 from intarsia.train.build import build, choose_kernels
 from intarsia.train.built import Built
@@ -59,7 +59,6 @@ def train(request: Request) -> Run:
     """
     recipe = request.resolved.recipe
     sizes = check_mesh(recipe.mesh, int(os.environ.get("WORLD_SIZE", "1")))
-    check_supported(sizes)
     device = devices.select(recipe.train.device)
     set_up_torch(recipe.train.threads, recipe.train.deterministic)
     choose_kernels(request.resolved, request.plugins)

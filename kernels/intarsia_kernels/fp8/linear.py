@@ -95,7 +95,7 @@ class _ScaledLinear(torch.autograd.Function):
 def scaled_linear(
     x_NI: Tensor, weight_OI: Tensor, payload_OI: Tensor, scales_oi: Tensor, bias_O: Tensor | None = None, tile: tuple[int, int] = (128, 128)
 ) -> Tensor:
-    """As `intarsia.ops.scaled_linear`, with activations and their gradients in float8 too."""
+    """As `intarsia_models_common.scaled_linear`, with activations and their gradients in float8 too."""
     x_scaled, x_scales = _shared.rows(x_NI)
     y_NO = _ScaledLinear.apply(x_NI.reshape(-1, x_NI.shape[-1]), weight_OI, payload_OI, scales_oi, bias_O, x_scaled, x_scales)
     return y_NO.view(*x_NI.shape[:-1], y_NO.shape[-1])

@@ -11,7 +11,7 @@ from intarsia import plugins
 from intarsia.config import Resolved, resolve
 from intarsia.config.resolve import load_saved
 from intarsia.errors import UsageError
-from intarsia.mesh import check_mesh, check_supported
+from intarsia.mesh import check_mesh
 from intarsia.train.run_directory import default_directory, is_run, newest_run
 
 
@@ -69,7 +69,7 @@ class TrainCommand:
         processes = int(os.environ.get("WORLD_SIZE", "1")) if arguments.processes is None else arguments.processes
         if processes < 1:
             raise UsageError(f"--processes is {processes}; it must be at least 1.")
-        check_supported(check_mesh(resolved.recipe.mesh, processes))
+        check_mesh(resolved.recipe.mesh, processes)
         if arguments.processes is not None and processes > 1:
             return _launch(arguments, directory or default_directory(resolved.recipe.name), processes)
         from intarsia.train.trainer import Request, train

@@ -11,6 +11,9 @@ class CrossEntropyConfig(LossConfig):
     """Next-token cross-entropy, summed over the tokens that count."""
 
     chunk: int = chz.field(default=1024, doc="Tokens whose logits exist at one time; in backward they are computed again.")
+    ahead_weight: float = chz.field(
+        default=0.3, doc="Weight of the mean of the further depths' losses in training, for models that predict further ahead."
+    )
 
 
 @chz.chz(typecheck=True)

@@ -13,6 +13,8 @@ from intarsia.contracts import Mixer
 from intarsia.errors import UsageError
 from torch import Tensor
 
+from intarsia_eager.following import FOLLOWING
+
 if TYPE_CHECKING:
     from intarsia.contracts import Batch
     from torch import nn
@@ -23,7 +25,8 @@ class TrainContext:
 
     Arguments: `positions_BS` int64, each token's position in its document; `documents_BS` integer, one number for each document of a
     row (None: one document to a row); `lengths` the same on the host, where it is known, which spares kernels a copy from the
-    device; `windows` the attention windows that the model's mixers use (`windows_of`), for kernels that prepare masks.
+    device; `windows` the attention windows that the model's mixers use (`windows_of`), for kernels that prepare masks; `following_BSK` the tokens further on,
+    for models that predict further ahead.
 
     It serves softmax, latent and recurrent mixers; an indexed one is refused by name.
     """
@@ -34,8 +37,9 @@ class TrainContext:
         documents_BS: Tensor | None = None,
         lengths: tuple[tuple[int, ...], ...] | None = None,
         windows: Sequence[int | None] = (None,),
+        following_BSK: Tensor | None = None,
     ) -> None:
-        self.positions_BS = positions_BS
+        self.positions_BS, self.following_BSK = positions_BS, following_BSK
         self.packing = None if lengths is None else ops.Packing(lengths)
         # Rows of one document each need no document numbers, and plain causal attention is the fast path of every kernel.
         self.documents_BS = None if self.packing is not None and self.packing.single else documents_BS
@@ -45,7 +49,7 @@ class TrainContext:
     @classmethod
     def of(cls, batch: Batch, windows: Sequence[int | None] = (None,)) -> TrainContext:
         """The context of one batch."""
-        return cls(batch.positions_BS, batch.documents_BS, batch.lengths, windows)
+        return cls(batch.positions_BS, batch.documents_BS, batch.lengths, windows, batch.extra.get(FOLLOWING))
 
     def softmax(
         self,

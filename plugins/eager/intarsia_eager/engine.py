@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from intarsia import logical
+from intarsia.comm import Communicator
 from intarsia.config import CompileConfig, Recipe, RecomputeConfig
-from intarsia.contracts import Batch, Loss, LossSum, Model
+from intarsia.contracts import Batch, Loss, LossSum, Model, Parallel, SequenceContext, ShardedModel
 from intarsia.errors import UsageError, did_you_mean
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from intarsia_eager.config import EagerConfig
 from intarsia_eager.context import TrainContext, windows_of
+from intarsia_eager.following import with_following
 from intarsia_eager.memory import keep_freed_memory
-from intarsia_eager.not_finite import as_written, checked
+from intarsia_eager.not_finite import as_written, checked, explain_not_finite
 
 
 class EagerEngine:
     """Forward, loss and backward as written. Dtypes are the sharder's: there is no autocast here."""
 
-    def __init__(self, model: nn.Module, loss: Loss):
+    def __init__(self, model: nn.Module, loss: Loss, parallel: Parallel | None = None):
         self._model: Any = model  # a module that is an intarsia.contracts.Model
-        self._loss = loss
+        self._loss, self._parallel = loss, parallel
         self._windows = windows_of(model)
+
+    def run(self, batches: Sequence[Batch], scale: float, sharded: ShardedModel) -> list[LossSum]:
+        """Every micro-batch in turn; see `intarsia.contracts.Engine`."""
+        results = []
+        for number, batch in enumerate(batches):
+            sharded.set_last_micro_batch(number == len(batches) - 1)
+            results.append(self.micro_batch(batch, scale))
+        return results
 
     def micro_batch(self, batch: Batch, scale: float) -> LossSum:
         """Forward and backward of `total * scale`; the sums come back detached, still on the device."""
-        loss = self._forward(batch)
-        (loss.total * scale).backward()
-        return LossSum(loss.total.detach(), {name: value.detach() for name, value in loss.sums.items()})
+        with logical.micro_batch(scale) as further:
+            loss = self._forward(batch)
+            (loss.total * scale).backward()
+        return LossSum(loss.total.detach(), {name: value.detach() for name, value in (further | dict(loss.sums)).items()})
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossSum:
         """Forward and loss."""
-        return self._forward(batch)
+        with logical.micro_batch(0.0) as further:
+            loss = self._forward(batch)
+        return LossSum(loss.total, further | dict(loss.sums))
+
+    def explain_not_finite(self, batches: Sequence[Batch], scale: float, sharded: ShardedModel, world: Communicator) -> str:
+        """See `intarsia.contracts.Engine`."""
+        return explain_not_finite(self.find_not_finite, batches, scale, sharded, world)
 
     def find_not_finite(self, batch: Batch, scale: float) -> dict[str, Any] | None:
         """The first module whose output, or that output's gradient, is not finite: every one is looked at, compiled regions as written."""
@@ -47,16 +65,29 @@ class EagerEngine:
         return offences[0] if offences else None
 
     def _forward(self, batch: Batch) -> LossSum:
-        hidden_BSD = self._model(batch.tokens_BS, TrainContext.of(batch, self._windows))
-        return self._loss(self._model, hidden_BSD, batch)
+        batch, context = prepare(batch, getattr(self._model, "predicts_ahead", 0), self._parallel, self._windows)
+        return self._loss(self._model, self._model(batch.tokens_BS, context), batch)
 
 
-def build(config: EagerConfig, model: nn.Module, loss: Loss, recipe: Recipe) -> EagerEngine:
-    """The entry's target."""
+def prepare(batch: Batch, predicts_ahead: int, parallel: Parallel | None, windows: Sequence[int | None]) -> tuple[Batch, SequenceContext]:
+    """This rank's part of a micro-batch, and the context for it: what every engine does before the model. Stability: provisional."""
+    batch = with_following(batch, predicts_ahead)
+    if parallel is not None:
+        batch = parallel.local(batch)
+        context = parallel.context(batch, windows)
+        if context is not None:
+            return batch, context
+    return batch, TrainContext.of(batch, windows)
+
+
+def build(config: EagerConfig, model: nn.Module, loss: Loss, recipe: Recipe, parallel: Parallel | None = None) -> EagerEngine:
+    """The entry's target. UsageError for a model of which this process has a pipeline stage only."""
+    if parallel is not None and parallel.part is not None:
+        raise UsageError(f"The engine `eager` runs whole models, and mesh.pp is {parallel.part.ranks}. Choose engine=pipeline.")
     if next(model.parameters()).device.type == "cpu":
         keep_freed_memory()
     prepare_regions(model, recipe.compile, recipe.recompute)
-    return EagerEngine(model, loss)
+    return EagerEngine(model, loss, parallel)
 
 
 def prepare_regions(model: nn.Module, compiling: CompileConfig, recompute: RecomputeConfig) -> None:

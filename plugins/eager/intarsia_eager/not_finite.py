@@ -1,14 +1,60 @@
-"""Finding the first module whose numbers are not finite."""
+"""Finding where a number stopped being finite, once a step has shown that one did."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from intarsia.comm import Communicator
+from intarsia.contracts import Batch, ShardedModel
 from torch import Tensor, nn
+
+Find = Callable[[Batch, float], Mapping[str, Any] | None]
+
+
+def explain_not_finite(find: Find, batches: Sequence[Batch], scale: float, sharded: ShardedModel, world: Communicator) -> str:
+    """What an engine's `explain_not_finite` says (see `intarsia.contracts.Engine`). A collective. Stability: provisional.
+
+    `find(batch, scale)` runs a micro-batch again, on all ranks alike, and says what is not finite first on this rank: its `module`, `where` in it, and the
+    names of those of its own `parameters` that are not finite; None where everything is. The first offence of the first micro-batch on the
+    lowest rank is named. Where nothing recurs (a parameter's own gradient, randomness), parameters' gradients are.
+    """
+    gradients = _bad_gradient(sharded, world.rank)
+    found: list[dict[str, Any]] = []
+    for number, batch in enumerate(batches):
+        sharded.zero_gradients()
+        sharded.set_last_micro_batch(False)
+        offence = find(batch, scale)
+        local = {"rank": world.rank, "micro_batch": number, "samples": list(batch.samples), **offence} if offence else None
+        found = [each for each in world.gather_json(local, what="non-finite modules") if each]
+        if found:
+            break
+    if not found:
+        found = [each for each in world.gather_json(gradients, what="non-finite gradients") if each]
+    return _sentence(found[0] if found else None, world.size)
+
+
+def _sentence(first: dict[str, Any] | None, ranks: int) -> str:
+    if first is None:
+        return f"Running its micro-batches again gave finite numbers on all {ranks} ranks: the fault does not repeat."
+    text = f"First offending module: {first['module']}, gradient of its parameter {first.get('parameter')!r}, on rank {first['rank']}."
+    if "micro_batch" in first:
+        text = (
+            f"First offending module: {first['module']}, {first['where']}, on rank {first['rank']}, in micro-batch {first['micro_batch']} "
+            f"(samples {', '.join(map(str, first['samples'][:8]))}{', ...' * (len(first['samples']) > 8)})."
+        )
+    return f"{text} Its own parameters are not finite: {', '.join(first['parameters'])}." if first.get("parameters") else text
+
+
+def _bad_gradient(sharded: ShardedModel, rank: int) -> dict[str, Any] | None:
+    """The parameter whose non-finite gradient came first: backward runs against the order of parameters."""
+    for name, parameter in reversed(list(sharded.parameters().items())):
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            return {"rank": rank, "module": name.rpartition(".")[0] or "the model", "parameter": name}
+    return None
 
 
 def as_written() -> contextlib.AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from intarsia import plugins
 from intarsia.config import Recipe, resolve
 from intarsia.errors import UsageError
-from intarsia.mesh import AXES, check_mesh, check_supported
+from intarsia.mesh import AXES, check_mesh
 
 from intarsia_flexshard.config import FlexShardConfig
 
@@ -44,7 +44,6 @@ class PlanCommand:
                 f"`intarsia plan` plans the buckets of FlexShard, but the recipe's sharder is {type(recipe.sharder).__name__}. Add sharder=flexshard."
             )
         sizes = check_mesh(recipe.mesh, processes(recipe, arguments.processes))
-        check_supported(sizes)
         from intarsia_flexshard import planning, report
 
         plan = planning.make_plan(recipe, sizes, plugins.current())

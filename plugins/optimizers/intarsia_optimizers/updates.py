@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
-from intarsia.ops.scaled_reference import quantise
+from intarsia.ops.float8 import quantise
 from intarsia.parameters import join_master, split_master
 from torch import Tensor
 

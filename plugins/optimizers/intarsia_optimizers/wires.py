@@ -6,7 +6,7 @@ the others. A wire is an object with these attributes (`intarsia_flexshard.quant
     values          the masters of a shard, 1-D; with split masters their high halves
     wire            1-D uint8, in which scales are float32 at multiples of 4
     boxes           (value, payload, scale, rows, columns) of each matrix: where it begins in `values`, where its payload and scales begin on the wire (bytes, float32)
-    tile, power_of_two, dtype       what shares a scale, how it is rounded, and the dtype whose values are quantised; see `intarsia.ops.scaled_reference`
+    tile, power_of_two, dtype       what shares a scale, how it is rounded, and the dtype whose values are quantised; see `intarsia.ops.float8`
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from intarsia.ops import Packing
-from intarsia.ops.scaled_reference import quantise
+from intarsia.ops.float8 import quantise
 from torch import Tensor
 
 SIZES = (1, 15, 63, 300)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from intarsia import ops
-from intarsia.contracts import Init, Regions, SequenceContext
+from intarsia.contracts import Init, Regions, SequenceContext, StagePart
 from intarsia.errors import PluginError
 from torch import Tensor, nn
 
@@ -38,7 +39,7 @@ class Embedding(nn.Module):
 class LanguageModel(nn.Module):
     """A decoder: embedding, blocks, norm, output projection (an `intarsia.contracts.Model`). Stability: provisional.
 
-    A family derives from it and overrides what differs. Components come from config nodes through the registry. Nothing here or in the components
+    A family derives from it and overrides what differs: the four steps of which `forward` is made, or what they call. Components come from config nodes through the registry. Nothing here or in the components
     knows of parallelism.
     """
 
@@ -78,13 +79,32 @@ class LanguageModel(nn.Module):
             score_factor=score_factor(self.config.rope),
         )
 
-    def forward(self, tokens_BS: Tensor, context: SequenceContext) -> Tensor:
-        """Hidden states after the last norm, [B, S, D]."""
-        x_BSD = self.tok_embeddings(tokens_BS)
-        rope = self.rope(context.positions_BS)
-        for layer in self.layers:
-            x_BSD = layer(x_BSD, rope, context)
-        return self.norm(x_BSD)
+    def forward(self, inputs: Any, context: SequenceContext, stage: StagePart | None = None) -> Any:
+        """Hidden states after the last norm, [B, S, D], of tokens [B, S]: what `leave` returns.
+
+        With a `stage`, that part of it: from the tokens or what the stage before returned, to the hidden states or what the next stage takes.
+        """
+        carry = self.enter(inputs, context) if stage is None or stage.first else inputs
+        shared = self.shared(context)
+        for name in [f"layers.{i}" for i in range(len(self.layers))] if stage is None else stage.blocks:
+            carry = self.run_block(name, carry, shared, context)
+        return self.leave(carry, shared, context) if stage is None or stage.last else carry
+
+    def enter(self, tokens_BS: Tensor, context: SequenceContext) -> Any:
+        """What the first block is given, a tensor or a tree of tuples and dicts of tensors: the residual stream [B, S, D]."""
+        return self.tok_embeddings(tokens_BS)
+
+    def shared(self, context: SequenceContext) -> Any:
+        """What all blocks are given beside it, computed on every pipeline stage: the rotary tables."""
+        return self.rope(context.positions_BS)
+
+    def run_block(self, name: str, carry: Any, shared: Any, context: SequenceContext) -> Any:
+        """What block `name` makes of what the one before it made."""
+        return self.get_submodule(name)(carry, shared, context)
+
+    def leave(self, carry: Any, shared: Any, context: SequenceContext) -> Any:
+        """Hidden states after the last norm, [B, S, D]; a tuple from a model that predicts further ahead, where the context has following tokens."""
+        return self.norm(carry)
 
     def project(self, hidden_BSD: Tensor) -> Tensor:
         """Logits [B, S, V]."""
@@ -97,8 +117,10 @@ class LanguageModel(nn.Module):
 
     def regions(self) -> Regions:
         """Each block is a unit of sharding, recomputation and compilation."""
-        blocks = tuple(f"layers.{i}" for i in range(len(self.layers)))
-        ties = (("tok_embeddings.weight", "head.weight"),) if self.config.tied else ()
+        # On a pipeline stage what belongs to others is None.
+        blocks = tuple(f"layers.{i}" for i, layer in enumerate(self.layers) if layer is not None)
+        tied = self.config.tied and self.tok_embeddings is not None and self.head is not None
+        ties = (("tok_embeddings.weight", "head.weight"),) if tied else ()
         return Regions(blocks=blocks, compile=blocks, ties=ties)
 
     def inits(self) -> Mapping[str, Init]:

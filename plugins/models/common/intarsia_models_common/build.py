@@ -11,6 +11,8 @@ from intarsia.config import ComponentConfig
 from intarsia.contracts import Init
 from torch import Tensor, nn
 
+from intarsia_models_common.scaled_linear import scaled_linear
+
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
@@ -44,7 +46,7 @@ class Linear(nn.Linear):
     """y = x W^T (+ b), W of shape [outputs, inputs], not filled at construction.
 
     A sharder that gathers W as float8 may put it beside the parameter, which then only has W's shape and takes its gradient: `weight_payload` [outputs, inputs],
-    `weight_scales` and `weight_tile` as in `intarsia.ops.scaled_linear`.
+    `weight_scales` and `weight_tile` as in `intarsia_models_common.scaled_linear`.
     """
 
     # Parameters whose float8 this module reads, as attributes NAME_payload, NAME_scales and NAME_tile.
@@ -61,7 +63,7 @@ class Linear(nn.Linear):
         """[..., inputs] to [..., outputs]."""
         if self.weight_payload is None or self.weight_scales is None:
             return ops.linear(x_NI, self.weight, self.bias)
-        return ops.scaled_linear(x_NI, self.weight, self.weight_payload, self.weight_scales, self.bias, self.weight_tile)
+        return scaled_linear(x_NI, self.weight, self.weight_payload, self.weight_scales, self.bias, self.weight_tile)
 
     def reset_parameters(self) -> None:
         """Nothing: the ParameterTable fills parameters from the seed and their name."""

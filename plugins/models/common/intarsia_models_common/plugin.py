@@ -11,6 +11,17 @@ _CONFIG = "intarsia_models_common.config"
 
 
 @hookimpl
+def offer_operators() -> list[Entry]:
+    return [
+        Entry(
+            name="scaled_linear",
+            target="intarsia_models_common.scaled_linear:scaled_linear",
+            doc="A linear layer that reads its weight as float8 with one scale for each tile.",
+        )
+    ]
+
+
+@hookimpl
 def offer_components() -> list[Entry]:
     return [
         Entry(
