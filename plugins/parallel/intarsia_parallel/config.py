@@ -50,6 +50,10 @@ class RowConfig(RoleConfig):
 class VocabConfig(RoleConfig):
     """An embedding or an output projection cut on the vocabulary."""
 
+    whole: bool = chz.field(
+        default=False, doc="Keep the whole vocabulary on every rank, which then works on its own tokens: for small vocabularies."
+    )
+
 
 @chz.chz(typecheck=True)
 class RegionConfig(RoleConfig):
@@ -63,11 +67,13 @@ class AttentionHeadsConfig(RoleConfig):
     """Attention cut by whole heads."""
 
     gather: bool = chz.field(
-        default=True, doc="Gather the sequence at the entry. False: projections inside gather for themselves (`sequence` with gather, `column` with gather)."
+        default=True,
+        doc="Gather the sequence at the entry. False: projections inside gather for themselves (`sequence` with gather, `column` with gather).",
     )
     queries: str = chz.field(default="wq", doc="The projection whose outputs are the query heads.")
     keys_values: tuple[str, ...] = chz.field(
-        default=("wk", "wv"), doc="Projections of key/value heads: whole on every rank, and sliced, where the ranks cannot share the heads out."
+        default=("wk", "wv"),
+        doc="Projections of key/value heads: whole on every rank, and sliced, where the ranks cannot share the heads out.",
     )
     head_dim: str = chz.field(default="head_dim", doc="The module's attribute that is the width of a query head.")
     kv_head_dim: str = chz.field(default="head_dim", doc="The module's attribute that is the width of a key/value head.")
@@ -80,7 +86,8 @@ class SequenceConfig(RoleConfig):
     """Works on the own part of the sequence."""
 
     gather: bool = chz.field(
-        default=False, doc="Gather the result along the sequence: for a narrow projection whose readers see all tokens (low-rank queries, latents)."
+        default=False,
+        doc="Gather the result along the sequence: for a narrow projection whose readers see all tokens (low-rank queries, latents).",
     )
 
 

@@ -1,4 +1,4 @@
-"""Which role each module plays when the model is cut: module pattern to role. The parallel plugins give roles their meaning. Torch-free."""
+"""Which role each module plays when the model is cut: module pattern to role. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("layers.*.attention.wv", "column"),
     ("layers.*.attention.wo", "row"),
     ("layers.*.feed_forward_norm", "sequence"),
+    ("layers.*.feed_forward", "region"),
     ("layers.*.feed_forward.w1", "column"),
     ("layers.*.feed_forward.w3", "column"),
     ("layers.*.feed_forward.w2", "row"),
     ("norm", "sequence"),
     ("head", "vocab"),
 )
-"""column: cut the outputs; row: cut the inputs, outputs are summed; vocab: cut the vocabulary; attention_heads: whole heads stay together;
-sequence: replicated, with gradients summed over the region in which activations are cut along the sequence."""

@@ -1,0 +1,228 @@
+"""The paralleliser `declared`: a model that is written for one device, cut by its family's sharding table for this process's place in the mesh.
+
+The order is what the rest relies on: every row is checked before anything is cut; parameters are cut (on the meta device) before modules are wrapped; modules are wrapped
+before a sharder adds hooks and an engine compiles and recomputes; what makes groups of processes does so in one order on all ranks, and the pipeline is split last.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from intarsia import logical
+from intarsia.contracts import Batch, PipelinePart, Placement, SequenceContext
+from intarsia.errors import IntarsiaError, UsageError
+from torch import nn
+
+from intarsia_parallel import tokens
+from intarsia_parallel.collectives import sum_both
+from intarsia_parallel.config import DeclaredConfig
+from intarsia_parallel.cuts import Cuts, cut_parameters, local_box
+from intarsia_parallel.table import Placed, inside, place, rows_of
+
+if TYPE_CHECKING:
+    from intarsia.comm import Communicator
+    from intarsia.config import Recipe
+    from intarsia.mesh import Mesh
+    from intarsia.parameters import ParameterTable
+
+# Axes that modules are cut or wrapped for. A pipeline cuts between blocks, which any model allows.
+_NEEDS_TABLE = ("cp", "tp", "ep")
+
+
+class Declared:
+    """See `intarsia.contracts.Paralleliser`."""
+
+    def __init__(self, config: DeclaredConfig) -> None:
+        self._config = config
+
+    def apply(self, model: nn.Module, table: ParameterTable, mesh: Mesh, recipe: Recipe, sharding: Any) -> DeclaredParallel:
+        """Cut, wrap, and split. Raises UsageError with everything that is wrong with rows and sizes at once."""
+        family = type(model).__name__
+        needed = [f"{axis} {mesh.sizes[axis]}" for axis in _NEEDS_TABLE if mesh.sizes[axis] > 1]
+        if sharding is None and needed:
+            raise UsageError(
+                f"mesh: {', '.join(needed)} needs a sharding table, and the family of {family} has none. Give its ModelEntry one (`sharding=`), or use pp, "
+                "dp_replicate and dp_shard, which any family can."
+            )
+        # Groups first: making one is a collective, and what a rank does below may depend on its coordinates.
+        groups = Groups(mesh)
+        placed: list[Placed] = []
+        if needed:
+            placed, problems = place(rows_of(sharding, recipe.model, family), model)
+            problems += check(placed, model, mesh)
+            # What does not stand up to its check cannot be asked for its cuts.
+            cuts = {} if problems else cuts_of(placed, table, mesh, problems)
+            if problems:
+                raise UsageError(
+                    f"{family} cannot be cut for the mesh ({', '.join(needed)}):\n  - " + "\n  - ".join(dict.fromkeys(problems))
+                )
+            cut_parameters(model, table, mesh, cuts)
+        self._prepare_roles(placed, recipe)
+        for each in placed:
+            each.role.apply(each.name, each.module, groups)
+        if mesh.sizes["tp"] > 1:
+            if self._config.async_tensor:
+                from intarsia_parallel.overlap import overlap_regions
+
+                overlap_regions(placed, groups("tp"))
+            _note_tokens(model)
+            _install_cross_entropy(model, placed, groups)
+        _install_logical(mesh)
+        return DeclaredParallel(self._config, mesh, model, self._split(model, table, mesh))
+
+    def _prepare_roles(self, placed: Sequence[Placed], recipe: Recipe) -> None:
+        """Roles that depend on the paralleliser's settings (experts on the dispatcher) take them by their method `prepare(config, recipe)`."""
+        for role in {id(each.role): each.role for each in placed}.values():
+            prepare = getattr(role, "prepare", None)
+            if prepare is not None:
+                prepare(self._config, recipe)
+
+    def _split(self, model: nn.Module, table: ParameterTable, mesh: Mesh) -> PipelinePart | None:
+        if mesh.sizes["pp"] == 1:
+            return None
+        try:
+            from intarsia_pipeline.split import split
+        except ImportError as error:
+            raise UsageError(f"mesh: pp {mesh.sizes['pp']} needs the distribution intarsia-pipeline, which is not installed.") from error
+        part: PipelinePart = split(model, table, mesh, self._config)
+        return part
+
+
+class Groups:
+    """Mesh axes to the group of ranks that differ along them. Stability: provisional."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        for axes in (("tp",), ("cp",), ("ep",), ("cp", "tp"), ("dp_replicate", "dp_shard")):
+            mesh.comm(*axes)
+
+    def __call__(self, *axes: str) -> Communicator:
+        return self._mesh.comm(*axes)
+
+
+class DeclaredParallel:
+    """See `intarsia.contracts.Parallel`."""
+
+    def __init__(self, config: DeclaredConfig, mesh: Mesh, model: nn.Module, part: PipelinePart | None) -> None:
+        self.part = part
+        self._config, self._mesh = config, mesh
+
+    def local(self, batch: Batch) -> Batch:
+        """This rank's part of every row."""
+        return batch
+
+    def context(self, batch: Batch, windows: Sequence[int | None]) -> SequenceContext | None:
+        """The engine's own, without context parallelism."""
+        return None
+
+
+# ---------------------------------------------------------------- before anything is cut
+
+
+def check(placed: Sequence[Placed], model: nn.Module, mesh: Mesh) -> list[str]:
+    """What the roles, and the rows together, have against these sizes."""
+    problems: list[str] = []
+    for each in placed:
+        try:
+            each.role.check(each.name, each.module, mesh.sizes)
+        except IntarsiaError as error:
+            problems.append(str(error))
+    if mesh.sizes["tp"] == 1:
+        return problems
+    names = {each.name for each in placed}
+    enders = [each.name for each in placed if getattr(each.role, "ends_region", False)]
+    for each in placed:
+        if getattr(each.role, "is_region", False) and not any(inside(ender, each.name) for ender in enders):
+            problems.append(
+                f"{each.name} ({each.role_name}) sees all tokens, and nothing inside ends that: its output projection needs the role row, or every rank would "
+                "add the whole of it."
+            )
+    bare = [
+        name
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False)) and not any(name == other or inside(name, other) for other in names)
+    ]
+    if bare:
+        problems.append(
+            f"no row says what {', '.join(bare[:4])}{f' and {len(bare) - 4} more modules' if len(bare) > 4 else ''} with parameters do under tp={mesh.sizes['tp']}. "
+            "A module that works token by token has the role sequence."
+        )
+    return problems
+
+
+def cuts_of(placed: Sequence[Placed], table: ParameterTable, mesh: Mesh, problems: list[str]) -> dict[str, Cuts]:
+    """Each parameter's cuts by canonical name, as its roles say. A role that speaks for a parameter of a module inside its own (`overrules`) has the say there."""
+    overruled: dict[str, str] = {}
+    for each in placed:
+        for local in getattr(each.role, "overrules", lambda name, module: ())(each.name, each.module):
+            overruled.setdefault(f"{each.name}.{local}", each.name)
+    found: dict[str, dict[str, tuple[Placement, str]]] = {}
+    for each in placed:
+        try:
+            cuts = each.role.cut(each.name, each.module, mesh.sizes)
+        except IntarsiaError as error:
+            problems.append(str(error))
+            continue
+        for local, (axis, placement) in cuts.items():
+            full = f"{each.name}.{local}"
+            if full not in table:
+                problems.append(
+                    f"{each.name}: the role {each.role_name} cuts {local!r}, which is no parameter of {type(each.module).__name__}."
+                )
+                continue
+            if overruled.get(full, each.name) != each.name or mesh.sizes.get(axis, 1) == 1:
+                continue
+            before = found.setdefault(table[full].name, {}).setdefault(axis, (placement, full))
+            if before[0] != placement:
+                problems.append(f"{full} is cut twice over {axis}: as {placement.name} here, and as {before[0].name} for {before[1]}.")
+    if mesh.sizes["ep"] > 1 and not any("ep" in cuts for cuts in found.values()):
+        problems.append(
+            f"ep is {mesh.sizes['ep']}, and no row cuts anything over ep: the model has no module with the role expert. Set mesh.ep=1."
+        )
+    result = {name: tuple((axis, placement) for axis, (placement, _) in cuts.items()) for name, cuts in found.items()}
+    for name, steps in result.items() if not problems else ():
+        try:
+            local_box(name, table[name].shape, steps, mesh)
+        except UsageError as error:
+            problems.append(str(error))
+    return result
+
+
+# ---------------------------------------------------------------- after everything is wrapped
+
+
+def _note_tokens(model: nn.Module) -> None:
+    """The model and each of its blocks, which recomputation may run by themselves, say how many tokens the pass has."""
+    tokens.notes(model)
+    for block in model.regions().blocks:  # type: ignore[operator]
+        tokens.notes(model.get_submodule(block))
+
+
+def _install_cross_entropy(model: Any, placed: Sequence[Placed], groups: Groups) -> None:
+    """The role of whoever holds the head weight makes the model's cross-entropy."""
+    head = model.head_weight_VD
+    for each in placed:
+        make = getattr(each.role, "cross_entropy", None)
+        if make is not None and isinstance(each.module, nn.Linear) and each.module.weight is head:
+            model.cross_entropy = make(each.name, each.module, groups)
+            return
+    raise UsageError(
+        f"No row of the sharding table gives the output projection of {type(model).__name__} (whose weight is head_weight_VD) a role with a cross-entropy. Give it "
+        "the role vocab."
+    )
+
+
+def _install_logical(mesh: Mesh) -> None:
+    axes: dict[Any, Any] = {}
+    for name, members in (("sequence", ("cp", "tp")), ("batch", ("dp_replicate", "dp_shard"))):
+        comm = mesh.comm(*members)
+        if comm.size > 1:
+            axes[name] = (functools.partial(sum_both, comm=comm, what=f"logical sum, {name}"), comm.size)
+    logical.install(axes)
+
+
+def build(config: DeclaredConfig) -> Declared:
+    """The entry's target."""
+    return Declared(config)

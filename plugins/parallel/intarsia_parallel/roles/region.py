@@ -1,0 +1,48 @@
+"""region: a module that sees all tokens of the row: they are gathered at its entry, and its `row` projections sum and cut them at its end.
+
+Gradients: parameters inside that no row cuts are applied by every rank to all tokens, and each rank's gradient is what its own share of the outputs says: a
+partial sum along tp. The gather adds the input's gradients up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from intarsia.comm import Communicator
+from torch import nn
+
+from intarsia_parallel.config import RegionConfig
+from intarsia_parallel.roles.common import TENSOR, Groups, ParameterCuts, gather_tree, wrap
+
+
+class Region:
+    """See the module. `is_region`: something inside must end it."""
+
+    is_region = True
+
+    def __init__(self, config: RegionConfig) -> None:
+        self.inputs = config.inputs
+
+    def check(self, name: str, module: nn.Module, sizes: Mapping[str, int]) -> None:
+        """Any module will do."""
+
+    def cut(self, name: str, module: nn.Module, sizes: Mapping[str, int]) -> ParameterCuts:
+        """Nothing of its own."""
+        return {}
+
+    def apply(self, name: str, module: nn.Module, groups: Groups) -> None:
+        """Gather the leading arguments."""
+        comm = groups(TENSOR)
+        if comm.size > 1:
+            wrap(module, entered, comm, name, self.inputs)
+
+
+def entered(comm: Communicator, name: str, inputs: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward` with its first `inputs` arguments gathered."""
+    return forward(*(gather_tree(each, comm, name) for each in args[:inputs]), *args[inputs:], **kwargs)
+
+
+def build(config: RegionConfig) -> Region:
+    """The entry's target."""
+    return Region(config)
