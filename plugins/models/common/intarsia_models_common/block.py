@@ -23,4 +23,7 @@ class Block(nn.Module):
     def forward(self, x_BSD: Tensor, rope: RopeTables, context: SequenceContext) -> Tensor:
         """Same shape and dtype."""
         a_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, context)
-        return a_BSD + self.feed_forward(self.feed_forward_norm(a_BSD))
+        x_BSD = self.feed_forward_norm(a_BSD)
+        # Experts balance within documents, which the context knows.
+        reads_context = getattr(self.feed_forward, "reads_context", False)
+        return a_BSD + (self.feed_forward(x_BSD, context) if reads_context else self.feed_forward(x_BSD))

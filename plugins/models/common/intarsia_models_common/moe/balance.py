@@ -1,0 +1,96 @@
+"""Losses that keep experts busy alike, and what is counted for it. N tokens, K experts of a token, E experts, B rows, S tokens of a row, Q sequences.
+
+All losses are sums over tokens: the trainer divides by the step's number of tokens. With the fraction f_e of pairs that chose e and the mean probability P_e,
+
+    balance    T E sum over e of f_e P_e           over all tokens T of the micro-batch on all ranks (Switch, arXiv 2101.03961)
+    sequence   the same within each sequence       (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20)
+    z          sum of logsumexp(logits)^2          (ST-MoE, arXiv 2202.08906)
+
+f has no gradient, so that only its counts cross ranks; each rank adds the share of its own tokens' probabilities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from intarsia import logical
+from torch import Tensor
+
+FURTHER = 3
+"""What is counted beside the load of each expert: tokens, the sum of their entropies (nats), dropped pairs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """How the N tokens of a call lie: `rows` of equal length, one after the other; `documents_BS` numbers documents within each row (None: each row is one)."""
+
+    rows: int
+    documents_BS: Tensor | None = None
+
+
+def is_recomputed() -> bool:
+    """Whether this forward runs within a backward pass, for the second time."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@torch.library.custom_op("intarsia::count_experts", mutates_args=("counters",))
+def count(counters: Tensor, counts_E: Tensor, scores_NE: Tensor, dropped: Tensor | None) -> None:
+    """Add to `counters` (float64, [E + FURTHER]) unless this is a recomputation. Opaque, since a compiler would decide that when it compiles."""
+    if is_recomputed():
+        return
+    shares_NE = scores_NE.float()
+    shares_NE = shares_NE / shares_NE.sum(-1, keepdim=True).clamp_min(1e-20)
+    entropy = -torch.xlogy(shares_NE, shares_NE).sum()
+    tokens = counters.new_full((), scores_NE.shape[0])
+    none = counters.new_zeros(())
+    further = torch.stack([tokens, entropy.to(counters.dtype), none if dropped is None else dropped.to(counters.dtype)])
+    counters += torch.cat([counts_E.to(counters.dtype), further])
+
+
+@count.register_fake
+def _(counters: Tensor, counts_E: Tensor, scores_NE: Tensor, dropped: Tensor | None) -> None:
+    return None
+
+
+def z_loss(logits_NE: Tensor) -> Tensor:
+    """The sum over tokens of logsumexp(logits)^2."""
+    return torch.logsumexp(logits_NE, -1).square().sum()
+
+
+def balance_loss(probabilities_NE: Tensor, experts_NK: Tensor) -> Tensor:
+    """This rank's share of T E sum f_e P_e, T being the tokens of the micro-batch on all ranks that share the data."""
+    tokens, experts = probabilities_NE.shape
+    ones = probabilities_NE.new_ones(()).expand(experts_NK.numel())
+    counts = torch.cat(
+        [probabilities_NE.new_zeros(experts).scatter_add_(0, experts_NK.flatten(), ones), ones.new_full((1,), float(tokens))]
+    )
+    counts = logical.sum(counts, ("sequence", "batch"))
+    fraction_E = counts[:-1] / (counts[-1].clamp_min(1) * experts_NK.shape[1])
+    return experts * (probabilities_NE.sum(0) * fraction_E).sum()
+
+
+def sequence_loss(probabilities_NE: Tensor, experts_NK: Tensor, where: Sequences) -> Tensor:
+    """This rank's share of the sum over sequences of T_q E sum f_qe P_qe; a sequence may be cut over ranks of the axis "sequence"."""
+    experts, k = probabilities_NE.shape[1], experts_NK.shape[1]
+    which_N, sequences = _sequences(where, probabilities_NE)
+    index = (which_N[:, None] * experts + experts_NK).flatten()
+    ones = probabilities_NE.new_ones(()).expand(index.shape)
+    counts_QE = probabilities_NE.new_zeros(sequences * experts).scatter_add_(0, index, ones).view(sequences, experts)
+    counts_QE = logical.sum(counts_QE, ("sequence",))
+    tokens_Q1 = (counts_QE.sum(-1, keepdim=True) / k).clamp_min(1)
+    mass_QE = probabilities_NE.new_zeros(sequences, experts).index_add(0, which_N, probabilities_NE)
+    return experts * (mass_QE * (counts_QE / (tokens_Q1 * k))).sum()
+
+
+def _sequences(where: Sequences, like_NE: Tensor) -> tuple[Tensor, int]:
+    """The number of each token's sequence, and how many numbers there are: the same on every rank that has a part of them."""
+    rows, tokens = where.rows, like_NE.shape[0] // max(1, where.rows)
+    row_N = torch.arange(rows, device=like_NE.device).repeat_interleave(tokens)
+    if where.documents_BS is None:
+        return row_N, rows
+    documents_BS = where.documents_BS.long()
+    # A bound that all parts of a row agree on: the sum of their largest numbers.
+    largest = documents_BS.amax() + 1 if documents_BS.numel() else documents_BS.new_zeros(())
+    bound = int(logical.sum(largest.to(torch.float32), ("sequence",)))
+    return row_N * bound + documents_BS.flatten(), rows * bound

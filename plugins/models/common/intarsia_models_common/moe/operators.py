@@ -1,0 +1,16 @@
+"""The operators of mixtures of experts that kernels may replace, each with its reference (`products`, `rows`). Offered to `intarsia.ops`.
+
+Suffixes: N tokens, K experts of a token, M rows in the order of experts, E experts, I input and O output features, D model width, o and i tiles of a float8 weight.
+"""
+
+from __future__ import annotations
+
+from intarsia.ops import Operator
+
+from intarsia_models_common.moe import products, rows
+
+GROUPED_LINEAR = Operator("grouped_linear", products.grouped_linear, "other", invariant=False)
+SCALED_GROUPED_LINEAR = Operator("scaled_grouped_linear", products.scaled_grouped_linear, "other", invariant=False)
+ROUTER_LINEAR = Operator("router_linear", products.router_linear, "other", invariant=False)
+PERMUTE = Operator("permute", rows.permute, "other", invariant=True)
+COMBINE = Operator("combine", rows.combine, "other", invariant=True)

@@ -1,0 +1,190 @@
+"""Routers. N tokens, D model width, E experts, K chosen, G groups of experts.
+
+    z = x W^T in float32;  s = softmax(z) or sigmoid(z);  c = s + b;  experts = the K largest c (of the best groups);  w = s[experts], normalised, times scale
+
+The bias b acts on selection alone and is moved once an optimizer step by -rate sign(load - mean load) (arXiv 2408.15664).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from intarsia import logical
+from intarsia.contracts import Init
+from torch import Tensor, nn
+
+from intarsia_models_common.build import Scope, parameter
+from intarsia_models_common.moe import balance
+from intarsia_models_common.moe.balance import Sequences
+from intarsia_models_common.moe.config import (
+    ForcedBalancedRouterConfig,
+    GroupLimitedRouterConfig,
+    RouterConfig,
+    SigmoidRouterConfig,
+    SoftmaxRouterConfig,
+)
+from intarsia_models_common.moe.operators import ROUTER_LINEAR
+
+
+@dataclasses.dataclass
+class Routed:
+    """A router's choice: `experts_NK` int64, distinct within a token; `weights_NK` float32; `scores_NE` float32, of all experts. Stability: provisional."""
+
+    experts_NK: Tensor
+    weights_NK: Tensor
+    scores_NE: Tensor
+
+
+class Router(nn.Module):
+    """What routers share; a subclass says how logits are scored and which experts are chosen. An `intarsia.contracts.StepState`.
+
+    `load_E` holds the last finished step's counters over all ranks (None before the first): each expert's pairs, then tokens, entropy, dropped pairs.
+    """
+
+    # Parameters that keep float32 through mixed precision, whoever casts the others.
+    keeps_float32: ClassVar[tuple[str, ...]] = ("weight",)
+    scoring: ClassVar[str] = "softmax"
+
+    def __init__(self, config: RouterConfig, scope: Scope) -> None:
+        super().__init__()
+        self.settings, self.std = config, scope.std
+        self.label = label_of(scope.name)
+        self.weight = parameter(config.experts, scope.dim)
+        self.bias: Tensor | None
+        self.register_buffer("bias", None if config.bias_rate is None else torch.zeros(config.experts, dtype=torch.float32))
+        self.register_buffer("counters", torch.zeros(config.experts + balance.FURTHER, dtype=torch.float64), persistent=False)
+        self.counters: Tensor
+        self.load_E: Tensor | None = None
+
+    def inits(self) -> dict[str, Init]:
+        """The weight is normal, the bias zero."""
+        return {"weight": Init("normal", std=self.std)} | ({} if self.bias is None else {"bias": Init("zeros")})
+
+    def fill_buffers(self) -> None:
+        """Nothing is counted yet."""
+        self.counters.zero_()
+
+    def forward(self, x_ND: Tensor, where: Sequences | None = None) -> Routed:
+        """Choose. In training the losses that the settings ask for are attached to the weights."""
+        logits_NE = ROUTER_LINEAR(self._jittered(x_ND), self.weight)
+        scores_NE = self.score(logits_NE)
+        with torch.no_grad():
+            biased_NE = scores_NE.detach() if self.bias is None else scores_NE.detach() + self.bias
+            experts_NK = self.choose(biased_NE)
+        weights_NK = scores_NE.gather(1, experts_NK)
+        if self.settings.norm_topk:
+            weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
+        if self.settings.scale != 1.0:
+            weights_NK = weights_NK * self.settings.scale
+        if self.training and torch.is_grad_enabled():
+            weights_NK = self._with_losses(weights_NK, logits_NE, scores_NE, experts_NK, where or Sequences(1))
+        return Routed(experts_NK, weights_NK.float(), scores_NE)
+
+    def score(self, logits_NE: Tensor) -> Tensor:
+        """Scores of all experts, each positive."""
+        return torch.sigmoid(logits_NE) if self.scoring == "sigmoid" else torch.softmax(logits_NE, -1)
+
+    def choose(self, biased_NE: Tensor) -> Tensor:
+        """K experts of each token from its scores with their bias, without gradient."""
+        return biased_NE.topk(self.settings.top_k, dim=-1).indices
+
+    # ------------------------------------------------------------ a step's counts
+
+    def count(self, counts_E: Tensor, scores_NE: Tensor, dropped: Tensor | None = None) -> None:
+        """Note what was chosen, in training, once for each token whatever recomputation does."""
+        if self.training and torch.is_grad_enabled():
+            balance.count(self.counters, counts_E, scores_NE.detach(), dropped)
+
+    def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
+        """Sum this step's counts over the ranks."""
+        self.load_E = all_reduce_sum(self.counters.clone())
+        self.counters.zero_()
+
+    def commit(self) -> None:
+        """Move the bias against the load."""
+        rate = self.settings.bias_rate
+        if self.load_E is not None and self.bias is not None and rate:
+            load_E = self.load_E[: self.settings.experts]
+            self.bias += rate * torch.sign(load_E.mean() - load_E).to(self.bias.dtype)
+
+    # ------------------------------------------------------------ help
+
+    def _jittered(self, x_ND: Tensor) -> Tensor:
+        """x times uniform noise of a stream of this router's own. Its seed is drawn from the process's CPU generator, which checkpoints keep and recomputation replays."""
+        jitter = self.settings.jitter
+        if not jitter or not self.training or not torch.is_grad_enabled():
+            return x_ND
+        drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        seed = hashlib.sha256(f"{drawn}/moe.{self.label}.jitter".encode()).digest()[:8]
+        generator = torch.Generator(x_ND.device).manual_seed(int.from_bytes(seed, "little") >> 1)
+        noise_ND = torch.empty_like(x_ND, dtype=torch.float32).uniform_(1 - jitter, 1 + jitter, generator=generator)
+        return x_ND * noise_ND.to(x_ND.dtype)
+
+    def _with_losses(self, weights_NK: Tensor, logits_NE: Tensor, scores_NE: Tensor, experts_NK: Tensor, where: Sequences) -> Tensor:
+        config, name = self.settings, f"moe.{self.label}"
+        probabilities_NE = scores_NE
+        if self.scoring == "sigmoid" and (config.balance_loss or config.sequence_loss):
+            probabilities_NE = scores_NE / (scores_NE.sum(-1, keepdim=True) + 1e-20)
+        if config.balance_loss:
+            value = config.balance_loss * balance.balance_loss(probabilities_NE, experts_NK)
+            weights_NK = logical.add_loss(weights_NK, f"{name}.balance_loss", value)
+        if config.sequence_loss:
+            where = where if config.sequence == "document" else Sequences(where.rows)
+            value = config.sequence_loss * balance.sequence_loss(probabilities_NE, experts_NK, where)
+            weights_NK = logical.add_loss(weights_NK, f"{name}.sequence_loss", value)
+        if config.z_loss:
+            weights_NK = logical.add_loss(weights_NK, f"{name}.z_loss", config.z_loss * balance.z_loss(logits_NE))
+        return weights_NK
+
+
+class SoftmaxRouter(Router):
+    """See `SoftmaxRouterConfig`."""
+
+    settings: SoftmaxRouterConfig
+
+
+class SigmoidRouter(Router):
+    """See `SigmoidRouterConfig`."""
+
+    scoring = "sigmoid"
+    settings: SigmoidRouterConfig
+
+
+class GroupLimitedRouter(Router):
+    """See `GroupLimitedRouterConfig`."""
+
+    settings: GroupLimitedRouterConfig
+
+    def __init__(self, config: GroupLimitedRouterConfig, scope: Scope) -> None:
+        super().__init__(config, scope)
+        self.scoring = config.scoring  # type: ignore[misc]
+
+    def choose(self, biased_NE: Tensor) -> Tensor:
+        """The K largest of the best groups; what lies outside of them is -inf, and not 0, since a biased score may be negative."""
+        config = self.settings
+        biased_NGe = biased_NE.unflatten(-1, (config.groups, -1))
+        worth_NG = biased_NGe.topk(2, -1).values.sum(-1) if config.group_score == "top2" else biased_NGe.amax(-1)
+        best_Ng = worth_NG.topk(config.top_groups, -1).indices
+        outside_NG = torch.ones_like(worth_NG, dtype=torch.bool).scatter_(1, best_Ng, False)
+        return super().choose(biased_NGe.masked_fill(outside_NG[..., None], -torch.inf).flatten(1))
+
+
+class ForcedBalancedRouter(Router):
+    """See `ForcedBalancedRouterConfig`."""
+
+    settings: ForcedBalancedRouterConfig
+
+    def choose(self, biased_NE: Tensor) -> Tensor:
+        """Experts n K, n K + 1, ... modulo E."""
+        tokens, k = biased_NE.shape[0], self.settings.top_k
+        return torch.arange(tokens * k, device=biased_NE.device).view(tokens, k) % self.settings.experts
+
+
+def label_of(name: str) -> str:
+    """What metrics call the layer of a component: the block's number, or the first two parts of another place's name (`mtp.0`)."""
+    first, second, *_ = (*name.split("."), "", "")
+    return second if first == "layers" and second else ".".join(part for part in (first, second) if part) or "0"
