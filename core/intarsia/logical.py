@@ -23,6 +23,7 @@ Axis = Literal["sequence", "batch"]
 class _State:
     axes: dict[str, tuple[Callable[[Tensor], Tensor], int]] = dataclasses.field(default_factory=dict)
     open: tuple[float, dict[str, Tensor]] | None = None
+    complete: Callable[[dict[str, Tensor]], None] | None = None
 
 
 # Of a thread, so that tests may run ranks as threads; threads that have none of their own (autograd's, for a device) see the newest.
@@ -37,10 +38,13 @@ def _mine() -> _State:
     return _own.state
 
 
-def install(axes: Mapping[Axis, tuple[Callable[[Tensor], Tensor], int]]) -> None:
+def install(
+    axes: Mapping[Axis, tuple[Callable[[Tensor], Tensor], int]], complete: Callable[[dict[str, Tensor]], None] | None = None
+) -> None:
     """Say what the axes mean: for each a function that sums a tensor over its ranks (in backward it sums the gradients, its true adjoint), and how many
-    ranks there are. Stability: provisional."""
-    _mine().axes = dict(axes)
+    ranks there are. `complete` is called with the sums of each micro-batch at its end: it adds up, in place, those of ranks whose sums are to be
+    equal (along tp). Stability: provisional."""
+    _mine().axes, _mine().complete = dict(axes), complete
 
 
 def reset() -> None:
@@ -70,6 +74,8 @@ def micro_batch(scale: float) -> Iterator[dict[str, Tensor]]:
     before, state.open = state.open, (scale, {})
     try:
         yield state.open[1]
+        if state.complete is not None:
+            state.complete(state.open[1])
     finally:
         state.open = before
 
