@@ -10,10 +10,11 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from intarsia import logical
 from intarsia.contracts import Batch, PipelinePart, Placement, SequenceContext
 from intarsia.errors import IntarsiaError, UsageError
-from torch import nn
+from torch import Tensor, nn
 
 from intarsia_parallel import tokens
 from intarsia_parallel.collectives import sum_both
@@ -220,7 +221,15 @@ def _install_logical(mesh: Mesh) -> None:
         comm = mesh.comm(*members)
         if comm.size > 1:
             axes[name] = (functools.partial(sum_both, comm=comm, what=f"logical sum, {name}"), comm.size)
-    logical.install(axes)
+    logical.install(axes, functools.partial(_complete, mesh.comm("tp")) if mesh.sizes["tp"] > 1 else None)
+
+
+def _complete(comm: Communicator, sums: dict[str, Tensor]) -> None:
+    """What modules recorded of their parts of the sequence, added up: along tp every rank then says the same, as of the loss itself."""
+    names = sorted(sums)
+    if names:
+        total = comm.all_reduce(torch.stack([sums[name].double() for name in names]), "sum", "sums of the micro-batch")
+        sums.update(zip(names, total.unbind(), strict=True))
 
 
 def build(config: DeclaredConfig) -> Declared:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import chz
-from intarsia.config import Config, RoleConfig
-
-try:
-    from intarsia.config import ParallelConfig
-except ImportError:  # until core has it
-    ParallelConfig = Config
+from intarsia.config import ParallelConfig, RoleConfig
 
 
 @chz.chz(typecheck=True)

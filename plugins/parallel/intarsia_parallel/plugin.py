@@ -24,14 +24,16 @@ def offer_roles() -> Sequence[Entry]:
         _role("column", "ColumnConfig", "A projection cut on its outputs."),
         _role("row", "RowConfig", "A projection cut on its inputs; its outputs are summed and cut along the sequence."),
         _role("vocab", "VocabConfig", "An embedding or output projection cut on the vocabulary, with its cross-entropy."),
-        _role("region", "RegionConfig", "A module that sees all tokens: gathered at its entry, summed and cut where its row projections end."),
+        _role(
+            "region", "RegionConfig", "A module that sees all tokens: gathered at its entry, summed and cut where its row projections end."
+        ),
         _role("attention_heads", "AttentionHeadsConfig", "Attention cut by whole heads: a region whose heads are counted and checked."),
         _role("sequence", "SequenceConfig", "Works on the own part of the sequence with whole parameters."),
         _role("replicated", "ReplicatedConfig", "Sees all tokens with whole parameters, and keeps the own part of the result."),
     ]
 
 
-@hookimpl(optionalhook=True)
+@hookimpl
 def offer_parallelisers() -> Sequence[Entry]:
     """The paralleliser that a mesh takes unless the recipe says otherwise."""
     return [
@@ -48,5 +50,9 @@ def offer_parallelisers() -> Sequence[Entry]:
 def offer_commands() -> Sequence[Entry]:
     """`intarsia parallel check`."""
     return [
-        Entry(name="parallel", target="intarsia_parallel.command:Parallel", doc="Check that a family on a mesh computes what one process does.")
+        Entry(
+            name="parallel",
+            target="intarsia_parallel.check_command:command",
+            doc="Check that a family on a mesh computes what one process does.",
+        )
     ]

@@ -12,7 +12,6 @@ from intarsia.contracts import Placement
 from intarsia.errors import UsageError
 from intarsia_models_common.build import Linear
 from intarsia_models_common.scaled_linear import scaled_linear
-from intarsia_models_common.scaled_linear import scaled_linear
 from torch import Tensor, nn
 
 from intarsia_parallel import tokens
