@@ -38,6 +38,21 @@ class Statistic:
     seconds: float = 0.0
 
 
+class Work:
+    """A send or receive under way. Stability: stable."""
+
+    def __init__(self, statistic: Statistic, finish: Callable[[], object]) -> None:
+        self._statistic = statistic
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        """Until the tensor may be used: read where it was received, written to where it was sent. On CUDA the current stream waits, not the caller."""
+        finish, self._finish, begin = self._finish, None, time.perf_counter()
+        if finish is not None:
+            finish()
+            self._statistic.seconds += time.perf_counter() - begin
+
+
 class Communicator(abc.ABC):
     """A group of ranks and its collectives. Stability: stable.
 
@@ -102,6 +117,18 @@ class Communicator(abc.ABC):
             if tensor.numel():
                 self._broadcast(tensor, root)
         return tensor
+
+    def send(self, tensor: Tensor, to: int, what: str = "") -> Work:
+        """Begin to send a contiguous tensor of any shape to rank `to`, which calls `receive` for one of the same shape and dtype. Nobody else takes part.
+
+        Between two ranks calls are matched in their order. On CUDA all calls of one communicator are carried out one after the other, each waiting for its
+        other side: ranks that send in a circle, or to each other, need a communicator for each direction (`duplicate`).
+        """
+        return self._pass("send", tensor, to, what)
+
+    def receive(self, tensor: Tensor, source: int, what: str = "") -> Work:
+        """Begin to overwrite a contiguous tensor with what rank `source` sends. See `send`."""
+        return self._pass("receive", tensor, source, what)
 
     def barrier(self, what: str = "") -> None:
         """Return when every rank has called it."""
@@ -218,6 +245,10 @@ class Communicator(abc.ABC):
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite in place."""
 
+    def _point_to_point(self, call: str, tensor: Tensor, peer: int) -> Callable[[], object]:
+        """Begin to send or receive; returns what waits for its end."""
+        raise DistributedError(f"Groups of type {type(self).__name__} cannot {call}.")
+
     def _prepare_gather(self, local: Tensor, full: Tensor, counts: list[int], what: str) -> Prepared:
         """See `prepare_gather`."""
         return PlainGather(self, local, full, counts, what)
@@ -234,6 +265,26 @@ class Communicator(abc.ABC):
         return DistributedError(f"{call_text(record)} in group {self.name!r} failed: {error}")
 
     # ------------------------------------------------------------ private
+
+    def _pass(self, call: str, tensor: Tensor, peer: int, what: str) -> Work:
+        if not 0 <= peer < self.size or peer == self.rank or not tensor.is_contiguous():
+            raise DistributedError(
+                f"{call} {what!r} on rank {self.rank} of group {self.name!r} (size {self.size}): the other rank is {peer} and the tensor has shape "
+                f"{tuple(tensor.shape)}, strides {tensor.stride()}. It needs another rank of the group, and a contiguous tensor."
+            )
+        record = {"call": call, "what": what, "dtype": str(tensor.dtype).removeprefix("torch."), "sizes": [tensor.numel()], "peer": peer}
+        statistic = self.statistic(what or call)
+        statistic.calls += 1
+        statistic.bytes += tensor.nbytes if call == "receive" else 0
+
+        def told(action: Callable[..., Any], *arguments: Any) -> Any:
+            try:
+                return action(*arguments)
+            except RuntimeError as error:
+                raise self._failed(record, error) from error
+
+        finish = told(self._point_to_point, call, tensor, peer) if tensor.numel() else lambda: None
+        return Work(statistic, lambda: told(finish))
 
     def _expect(self, tensor: Tensor, numel: int, counts: Sequence[int], op: str, what: str, other: Tensor | None = None) -> None:
         if other is not None and (other.dtype, other.device) != (tensor.dtype, tensor.device):
@@ -325,6 +376,9 @@ class FakeCommunicator(Communicator):
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         """Nobody to hear from."""
+
+    def _point_to_point(self, call: str, tensor: Tensor, peer: int) -> Callable[[], object]:
+        return lambda: None
 
 
 class SelfCommunicator(FakeCommunicator):

@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,6 +147,21 @@ class ProcessGroupCommunicator(Communicator):
         dist.broadcast(work.view(-1).view(torch.uint8), self.ranks[root], self.group)
         if work is not tensor:
             tensor.copy_(work)
+
+    def _point_to_point(self, call: str, tensor: Tensor, peer: int) -> Callable[[], object]:
+        staged = self._staged(tensor)
+        data, other = staged.detach().view(-1).view(torch.uint8), self.ranks[peer]
+        work = dist.isend(data, other, self.group) if call == "send" else dist.irecv(data, other, self.group)
+        assert work is not None
+
+        def finish() -> None:
+            work.wait()
+            if call == "receive" and staged is not tensor:
+                tensor.copy_(staged)
+            if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
+                self.watch(f"{call}, rank {peer}")
+
+        return finish
 
     def _prepare_gather(self, local: Tensor, full: Tensor, counts: list[int], what: str) -> Prepared:
         if self.size == 1 or self._staged(full[:0]).device != full.device:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from intarsia.comm import Communicator, ReduceOp
 from intarsia.contracts import Transport
+from intarsia.errors import DistributedError
 from torch import Tensor
 
 Result = TypeVar("Result")
@@ -22,6 +26,8 @@ class ThreadWorld:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=timeout_s)
         self.slots: list[Any] = [None] * size
+        self.timeout_s = timeout_s
+        self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = {}
 
     def swap(self, rank: int, value: Any) -> list[Any]:
         """Every rank's value, when all have come."""
@@ -31,6 +37,24 @@ class ThreadWorld:
         self.barrier.wait()
         return values
 
+    def box(self, source: int, to: int, number: int) -> queue.SimpleQueue[Tensor]:
+        """Where the tensor lies that is the `number`-th from `source` to `to`."""
+        return self._boxes.setdefault((source, to, number), queue.SimpleQueue())
+
+    def take(self, source: int, to: int, number: int) -> Tensor:
+        """That tensor, waited for until the time is up or another rank has failed."""
+        end = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                return self.box(source, to, number).get(timeout=0.05)
+            except queue.Empty:
+                if self.barrier.broken:
+                    raise threading.BrokenBarrierError from None
+                if time.monotonic() > end:
+                    raise DistributedError(
+                        f"Rank {source} has not sent its tensor {number} to rank {to} within {self.timeout_s:g} s."
+                    ) from None
+
 
 class ThreadCommunicator(Communicator):
     """One rank of a ThreadWorld. Numbers are combined in rank order."""
@@ -38,6 +62,7 @@ class ThreadCommunicator(Communicator):
     def __init__(self, world: ThreadWorld, rank: int, name: str = "threads"):
         super().__init__(name, rank, world.size)
         self.world = world
+        self._numbers: collections.Counter[tuple[int, int]] = collections.Counter()
 
     def split(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
         mine = next(list(group) for group in groups if self.rank in group)
@@ -68,6 +93,15 @@ class ThreadCommunicator(Communicator):
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         tensor.copy_(self.world.swap(self.rank, tensor.clone())[root])
+
+    def _point_to_point(self, call: str, tensor: Tensor, peer: int) -> Callable[[], object]:
+        way = (self.rank, peer) if call == "send" else (peer, self.rank)
+        number = self._numbers[way]
+        self._numbers[way] += 1
+        if call == "receive":
+            return lambda: tensor.detach().copy_(self.world.take(*way, number))
+        self.world.box(*way, number).put(tensor.detach().clone())
+        return lambda: None
 
 
 def run_ranks(size: int, work: Callable[[Communicator], Result], timeout_s: float = 60.0) -> list[Result]:
