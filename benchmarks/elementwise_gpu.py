@@ -111,7 +111,7 @@ def adamw_of(size: int, settings: tuple[int, int, int, str], split: bool, state:
 
     def run() -> None:
         adamw._adamw[(-(-size // block),)](
-            value, low, mean, square, gradient, step, 1e-3, size, *numbers, split, False, block, contiguous, evict, num_warps=warps
+            value, low, mean, square, *[gradient] * 8, step, 1e-3, size, 1.0, *numbers, split, False, 1, block, contiguous, evict, num_warps=warps
         )  # fmt: skip
 
     return run
@@ -124,7 +124,7 @@ def add_of(size: int, settings: tuple[int, int, int, str], parts: int) -> Callab
     block, warps, contiguous, evict = settings
     given = [torch.ones(size, dtype=torch.bfloat16, device="cuda") for _ in range(parts)]
     out = torch.empty(size, device="cuda")
-    eight = [*given, *[given[0]] * (sums.MOST - parts)]
+    eight = [*given, *[given[0]] * (8 - parts)]
 
     def run() -> None:
         sums._add[(-(-size // block),)](*eight, out, size, 0.5, parts, block, contiguous, evict, num_warps=warps)

@@ -97,6 +97,31 @@ def test_adamw_is_the_references(storage: str, state: torch.dtype) -> None:
                 torch.testing.assert_close(found.float(), expected.float(), rtol=2**-7 if narrow else 4e-6, atol=2e-5 if narrow else 2e-6)
 
 
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_adamw_adds_contributions_bit_for_bit(count: int) -> None:
+    """With quantising and without; sizes around a block's."""
+    from intarsia_kernels.optimizer import adamw, quantised_adamw
+    from intarsia_kernels.optimizer.sum import add_parts
+
+    for size in (300, 2**18, 2**18 + 7):
+        parts = [torch.randn(size, device="cuda").bfloat16() for _ in range(count)]
+        gradient = torch.empty(size, device="cuda")
+        add_parts(parts, gradient, 0.5)
+        master, mean, square = torch.randn(size, device="cuda"), torch.randn(size, device="cuda"), torch.rand(size, device="cuda")
+        results = []
+        for given in (gradient, (parts, 0.5), (parts, 0.5)):
+            value, low = torch.empty(size, dtype=torch.bfloat16, device="cuda"), torch.empty(size, dtype=torch.int16, device="cuda")
+            split_master(master, value, low)
+            states, wire = (mean.clone(), square.clone()), torch.zeros(2**18, dtype=torch.uint8, device="cuda")
+            update = (value, low, *states, given, torch.tensor(3.0, device="cuda"), 0.03, (0.9, 0.999), 1e-8, 0.1)
+            adamw.fused_adamw(*update)
+            if size >= 2**18:
+                quantised_adamw.adamw_quantised(*update, wire, ((0, 0, 60_000, 256, 768),), (128, 128), False, torch.bfloat16)
+            results.append((value, low, *states, wire))
+        for other in results[1:]:
+            assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True)), size
+
+
 def test_muon_directions_and_updates_are_the_references() -> None:
     from intarsia_kernels.optimizer import muon
 

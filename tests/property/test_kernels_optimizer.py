@@ -107,6 +107,7 @@ def check_adamw() -> None:
             torch.testing.assert_close(found.float(), expected.float(), rtol=2**-7 if narrow else 2e-6, atol=2e-6 if not narrow else 2e-5)
 
     updates()
+    check_contributions()
     # Nothing but the roundings of a split: half-way cases of both parities, the largest numbers, infinities, the smallest, NaN.
     bits = [0x3F808000, 0x3F818000, -0x407F8000, 0x7F7FFFFF, 0x7F800000, -0x00800000, 1, 0, 0x7FC00001, 0x3F807FFF, 0x3F808001]
     master = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
@@ -117,6 +118,36 @@ def check_adamw() -> None:
     fused_adamw(high, low, zeros.clone(), zeros.clone(), zeros, torch.tensor(1.0), 0.0, (0.9, 0.999), 1e-8, 0.0)
     after = join_master(high, low)
     assert torch.equal(after.isnan(), before.isnan()) and torch.equal(after[~after.isnan()], before[~before.isnan()])
+
+
+def check_contributions() -> None:
+    """A gradient that is still to be added: the bits of adding it first, with quantising and without."""
+    import torch
+    from intarsia.parameters import split_master
+    from intarsia_kernels.optimizer.adamw import fused_adamw, supports
+    from intarsia_kernels.optimizer.quantised_adamw import adamw_quantised
+    from intarsia_kernels.optimizer.sum import add_parts
+
+    size, boxes = 4000, ((16, 0, 500, 32, 32),)
+    for count, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.bfloat16), (8, torch.float16)):
+        generator = torch.Generator().manual_seed(count)
+        parts = [drawn(generator, size, dtype) for _ in range(count)]
+        gradient = torch.empty(size)
+        add_parts(parts, gradient, 0.5)
+        results = []
+        for given in (gradient, (parts, 0.5)):
+            generator.manual_seed(0)
+            value, low = torch.empty(size, dtype=torch.bfloat16), torch.empty(size, dtype=torch.int16)
+            split_master(drawn(generator, size, torch.float32), value, low)
+            mean, square = drawn(generator, size, torch.float32), drawn(generator, size, torch.float32).abs()
+            wire = torch.zeros(2048, dtype=torch.uint8)
+            update = (value, low, mean, square, given, torch.tensor(3.0), 1e-2, (0.9, 0.95), 1e-8, 0.1)
+            assert supports(*update) is None
+            fused_adamw(*update)
+            adamw_quantised(*update, wire, boxes, (16, 16), False, torch.bfloat16)
+            results.append((value, low, mean, square, wire))
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)), count
+    assert "9 contributions" in (supports(*update[:4], ([gradient] * 9, 0.5), *update[5:]) or "")
 
 
 def check_muon() -> None:

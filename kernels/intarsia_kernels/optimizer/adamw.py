@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from intarsia_kernels.optimizer.blocks import read, read_master, write, write_master
+from intarsia_kernels.optimizer.blocks import MOST, added, read, read_master, write, write_master
 from intarsia_kernels.optimizer.launch import Launcher
 
 BLOCK, WARPS, CONTIGUOUS, EVICT = 2048, 8, 4, ""
 """Elements of a program, its warps, neighbours of a thread, and what the cache is told: the fastest by `benchmarks/elementwise_gpu.py`."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+Gradient: TypeAlias = "Tensor | tuple[Sequence[Tensor], float]"
+"""A tensor, or contributions that are to be added and what their sum is multiplied by."""
 
 
 @triton.jit
@@ -53,13 +58,13 @@ def updated(w, g, m, v, rate, root, shrink, new_mean, new_square, keep_square, e
 
 @triton.jit
 def _block(
-    value, low, mean, square, gradient, left, step, lr, log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay,
-    SPLIT: tl.constexpr, LOADED: tl.constexpr, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr, EVICT: tl.constexpr, WHOLE: tl.constexpr,
+    value, low, mean, square, p0, p1, p2, p3, p4, p5, p6, p7, left, step, lr, share, log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay,
+    SPLIT: tl.constexpr, LOADED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr, EVICT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     # What a thread reads of the widest is what it writes of all, and nothing moves between threads.
     offsets = tl.max_contiguous(tl.arange(0, BLOCK), CONTIGUOUS)
     w = read_master(value, low, offsets, left, SPLIT, WHOLE, EVICT)
-    g = read(gradient, offsets, left, WHOLE, EVICT).to(tl.float32)
+    g = added(p0, p1, p2, p3, p4, p5, p6, p7, offsets, left, PARTS, WHOLE, EVICT) * share
     m = read(mean, offsets, left, WHOLE, EVICT).to(tl.float32)
     v = read(square, offsets, left, WHOLE, EVICT).to(tl.float32)
     # After the elements are asked for: a thread would else wait for the number of the step first.
@@ -72,21 +77,21 @@ def _block(
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["step", "lr"])
 def _adamw(
-    value, low, mean, square, gradient, step, lr, n, log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay,
-    SPLIT: tl.constexpr, LOADED: tl.constexpr, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr, EVICT: tl.constexpr,
+    value, low, mean, square, p0, p1, p2, p3, p4, p5, p6, p7, step, lr, n, share, log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay,
+    SPLIT: tl.constexpr, LOADED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     # A scalar of 64 bits and offsets of 32: wide offsets would take registers.
     base = tl.program_id(0).to(tl.int64) * BLOCK
     left = tl.minimum(n - base, BLOCK).to(tl.int32)
     if left == BLOCK:  # Without a mask, so that accesses are wide whatever n is.
         _block(
-            value + base, low + base, mean + base, square + base, gradient + base, left, step, lr,
-            log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay, SPLIT, LOADED, BLOCK, CONTIGUOUS, EVICT, True,
+            value + base, low + base, mean + base, square + base, p0 + base, p1 + base, p2 + base, p3 + base, p4 + base, p5 + base, p6 + base, p7 + base, left, step, lr, share,
+            log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay, SPLIT, LOADED, PARTS, BLOCK, CONTIGUOUS, EVICT, True,
         )  # fmt: skip
     else:
         _block(
-            value + base, low + base, mean + base, square + base, gradient + base, left, step, lr,
-            log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay, SPLIT, LOADED, BLOCK, CONTIGUOUS, EVICT, False,
+            value + base, low + base, mean + base, square + base, p0 + base, p1 + base, p2 + base, p3 + base, p4 + base, p5 + base, p6 + base, p7 + base, left, step, lr, share,
+            log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay, SPLIT, LOADED, PARTS, BLOCK, CONTIGUOUS, EVICT, False,
         )  # fmt: skip
 
 
@@ -99,21 +104,28 @@ def fused_adamw(
     low: Tensor | None,
     mean: Tensor,
     square: Tensor,
-    gradient: Tensor,
+    gradient: Gradient,
     step: Tensor,
     lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
 ) -> None:
-    """As `intarsia_optimizers.updates.adamw_update`, in float32: one launch, each tensor read and written once."""
+    """As `intarsia_optimizers.updates.adamw_update`, in float32: one launch, each tensor read and written once. Contributions are added in rank order."""
     size = value.numel()
     if not size:
         return
     loaded = isinstance(lr, Tensor)
-    tensors = (value, value if low is None else low, mean, square, gradient)
-    scalars = (step, lr if loaded else float(lr), size, *numbers(*betas, eps, weight_decay))
-    _launch(-(-size // BLOCK), tensors, scalars, (low is not None, loaded, BLOCK, CONTIGUOUS, EVICT), size)
+    parts, count, share = contributions(gradient)
+    tensors = (value, value if low is None else low, mean, square, *parts)
+    scalars = (step, lr if loaded else float(lr), size, share, *numbers(*betas, eps, weight_decay))
+    _launch(-(-size // BLOCK), tensors, scalars, (low is not None, loaded, count, BLOCK, CONTIGUOUS, EVICT), size)
+
+
+def contributions(gradient: Gradient) -> tuple[list[Tensor], int, float]:
+    """What the kernels read of a gradient: as many tensors as they have pointers for, how many of them count, and what their sum is multiplied by."""
+    parts, scale = ([gradient], 1.0) if isinstance(gradient, Tensor) else gradient
+    return [*parts, *[parts[0]] * (MOST - len(parts))], len(parts), float(scale)
 
 
 @functools.lru_cache(maxsize=256)
@@ -128,7 +140,7 @@ def supports(
     low: Tensor | None,
     mean: Tensor,
     square: Tensor,
-    gradient: Tensor,
+    gradient: Gradient,
     step: Tensor,
     lr: float | Tensor,
     betas: tuple[float, float],
@@ -136,7 +148,10 @@ def supports(
     weight_decay: float,
 ) -> str | None:
     """Why a call cannot be taken."""
-    tensors = (value, mean, square, gradient)
+    parts = [gradient] if isinstance(gradient, Tensor) else gradient[0]
+    if len(parts) > MOST:
+        return f"a gradient is the sum of {len(parts)} contributions"
+    tensors = (value, mean, square, *parts)
     wide = next((tensor.dtype for tensor in tensors if tensor.dtype not in FLOATS), None)
     if wide is not None:
         return f"it computes in float32 and takes no {wide}"

@@ -7,6 +7,9 @@ import triton.language as tl
 
 PLAIN = tl.constexpr("")
 
+MOST = 8
+"""Contributions to a sum that one launch takes."""
+
 
 @triton.jit
 def read(pointer, offsets, left, WHOLE: tl.constexpr, EVICT: tl.constexpr = PLAIN):
@@ -16,6 +19,27 @@ def read(pointer, offsets, left, WHOLE: tl.constexpr, EVICT: tl.constexpr = PLAI
     else:
         value = tl.load(pointer + offsets, mask=offsets < left, other=0.0)
     return value
+
+
+@triton.jit
+def added(p0, p1, p2, p3, p4, p5, p6, p7, offsets, left, PARTS: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr = PLAIN):
+    """The first `PARTS` of eight contributions, in float32, added in this order."""
+    total = read(p0, offsets, left, WHOLE, EVICT).to(tl.float32)
+    if PARTS > 1:
+        total += read(p1, offsets, left, WHOLE, EVICT).to(tl.float32)
+    if PARTS > 2:
+        total += read(p2, offsets, left, WHOLE, EVICT).to(tl.float32)
+    if PARTS > 3:
+        total += read(p3, offsets, left, WHOLE, EVICT).to(tl.float32)
+    if PARTS > 4:
+        total += read(p4, offsets, left, WHOLE, EVICT).to(tl.float32)
+    if PARTS > 5:
+        total += read(p5, offsets, left, WHOLE, EVICT).to(tl.float32)
+    if PARTS > 6:
+        total += read(p6, offsets, left, WHOLE, EVICT).to(tl.float32)
+    if PARTS > 7:
+        total += read(p7, offsets, left, WHOLE, EVICT).to(tl.float32)
+    return total
 
 
 @triton.jit

@@ -13,9 +13,9 @@ from intarsia.ops.float8 import FORMAT, LARGEST, SMALLEST
 from torch import Tensor
 
 from intarsia_kernels.fp8.tiles import TRITON_DTYPES, Boxes, encode, find_box, is_whole, scale_of, tables
-from intarsia_kernels.optimizer.adamw import numbers, speeds, updated
+from intarsia_kernels.optimizer.adamw import Gradient, contributions, numbers, speeds, updated
 from intarsia_kernels.optimizer.adamw import supports as supports_adamw
-from intarsia_kernels.optimizer.blocks import read_master, write_master
+from intarsia_kernels.optimizer.blocks import added, read_master, write_master
 from intarsia_kernels.optimizer.launch import Launcher
 
 BLOCK, WARPS, STAGES = 4096, 8, 1
@@ -23,13 +23,14 @@ BLOCK, WARPS, STAGES = 4096, 8, 1
 
 @triton.jit(do_not_specialize=["boxes"], do_not_specialize_on_alignment=["step", "lr"])
 def _adamw_tiles(
-    value, low, mean, square, gradient, payload, scales, table,
-    boxes, step, lr, log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay,
-    SPLIT: tl.constexpr, LOADED: tl.constexpr, TILE_O: tl.constexpr, TILE_I: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BOXES: tl.constexpr,
+    value, low, mean, square, p0, p1, p2, p3, p4, p5, p6, p7, payload, scales, table,
+    boxes, step, lr, share, log_mean, log_square, new_mean, new_square, keep_square, eps, weight_decay,
+    SPLIT: tl.constexpr, LOADED: tl.constexpr, PARTS: tl.constexpr, TILE_O: tl.constexpr, TILE_I: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BOXES: tl.constexpr,
     COMPUTE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     at, payload_at, scale_at, columns, _, _ = find_box(table, boxes, tl.program_id(0), BOXES, TILE_O, TILE_I, True)
-    value, low, mean, square, gradient, payload = value + at, low + at, mean + at, square + at, gradient + at, payload + payload_at
+    value, low, mean, square, payload = value + at, low + at, mean + at, square + at, payload + payload_at
+    p0, p1, p2, p3, p4, p5, p6, p7 = p0 + at, p1 + at, p2 + at, p3 + at, p4 + at, p5 + at, p6 + at, p7 + at
     rate, root, shrink = speeds(step, lr, log_mean, log_square, weight_decay, LOADED)
     o = tl.arange(0, ROWS)[:, None]
     # Four at a time: what a thread reads of the widest is what it writes of all.
@@ -39,7 +40,7 @@ def _adamw_tiles(
     for first in tl.range(0, TILE_O, ROWS, num_stages=STAGES):
         offsets = (first + o) * columns + i
         w = read_master(value, low, offsets, 0, SPLIT, True)
-        g = tl.load(gradient + offsets).to(tl.float32)
+        g = added(p0, p1, p2, p3, p4, p5, p6, p7, offsets, 0, PARTS, True) * share
         m = tl.load(mean + offsets).to(tl.float32)
         v = tl.load(square + offsets).to(tl.float32)
         w, m, v = updated(w, g, m, v, rate, root, shrink, new_mean, new_square, keep_square, eps)
@@ -66,7 +67,7 @@ def adamw_quantised(
     low: Tensor | None,
     mean: Tensor,
     square: Tensor,
-    gradient: Tensor,
+    gradient: Gradient,
     step: Tensor,
     lr: float | Tensor,
     betas: tuple[float, float],
@@ -84,13 +85,14 @@ def adamw_quantised(
         return True
     loaded = isinstance(lr, Tensor)
     scales = wire[: wire.numel() // 4 * 4].view(torch.float32)
-    scalars = (table.boxes, step, lr if loaded else float(lr), *numbers(*betas, eps, weight_decay))
+    parts, count, share = contributions(gradient)
+    scalars = (table.boxes, step, lr if loaded else float(lr), share, *numbers(*betas, eps, weight_decay))
     rows = max(1, min(tile[0], BLOCK // tile[1]))
     constants = (
-        *(low is not None, loaded, *tile, rows, STAGES, triton.next_power_of_2(table.boxes)),
+        *(low is not None, loaded, count, *tile, rows, STAGES, triton.next_power_of_2(table.boxes)),
         *(TRITON_DTYPES[dtype], LARGEST, SMALLEST, power_of_two),
     )
-    tensors = (value, value if low is None else low, mean, square, gradient, wire.view(FORMAT), scales, table.rows)
+    tensors = (value, value if low is None else low, mean, square, *parts, wire.view(FORMAT), scales, table.rows)
     _launch(table.tiles, tensors, scalars, constants, table.boxes)
     return True
 
@@ -100,7 +102,7 @@ def supports(
     low: Tensor | None,
     mean: Tensor,
     square: Tensor,
-    gradient: Tensor,
+    gradient: Gradient,
     step: Tensor,
     lr: float | Tensor,
     betas: tuple[float, float],

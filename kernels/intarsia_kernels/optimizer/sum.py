@@ -1,6 +1,7 @@
 """Sums of several ranks' contributions in one pass, in Triton: what a reduction does with what it received.
 
-Contributions are read once in their own dtype, added in rank order in float32 and written once: the same bits as adding them one after the other.
+Contributions are read once in their own dtype, added in rank order in float32 and written once: the same bits as adding them one after the other. More than `MOST` are
+added to the sum of the first eight, seven at a time.
 """
 
 from __future__ import annotations
@@ -13,11 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from intarsia_kernels.optimizer import reference
-from intarsia_kernels.optimizer.blocks import read, write
+from intarsia_kernels.optimizer.blocks import MOST, added, write
 from intarsia_kernels.optimizer.launch import ALIGNED, Launch, Launcher
-
-MOST = 8
-"""Contributions of one launch; more are added to the sum of the first eight, seven at a time."""
 
 BLOCK, WARPS, CONTIGUOUS, EVICT = 1024, 4, 4, ""
 """Elements of a program, its warps, neighbours of a thread, and what the cache is told: the fastest by `benchmarks/elementwise_gpu.py`."""
@@ -32,21 +30,9 @@ def _block(
 ):  # fmt: skip
     # What a thread reads of each is what it writes, and nothing moves between threads.
     offsets = tl.max_contiguous(tl.arange(0, BLOCK), CONTIGUOUS)
-    total = read(p0 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
-    if PARTS > 1:
-        total += read(p1 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
-    if PARTS > 2:
-        total += read(p2 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
-    if PARTS > 3:
-        total += read(p3 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
-    if PARTS > 4:
-        total += read(p4 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
-    if PARTS > 5:
-        total += read(p5 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
-    if PARTS > 6:
-        total += read(p6 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
-    if PARTS > 7:
-        total += read(p7 + base, offsets, left, WHOLE, EVICT).to(tl.float32)
+    total = added(
+        p0 + base, p1 + base, p2 + base, p3 + base, p4 + base, p5 + base, p6 + base, p7 + base, offsets, left, PARTS, WHOLE, EVICT
+    )  # fmt: skip
     result = (total * scale).to(out.dtype.element_ty)
     write(out + base, offsets, left, result, WHOLE)
 

@@ -55,14 +55,17 @@ class Payload(Protocol):
         """Make every use of the whole parameters read NaN until they are gathered again."""
 
 
-def step_quantising(optimizer: Optimizer, factor: Any, names: Sequence[str], payloads: Sequence[Payload]) -> list[Payload]:
-    """One update of `names`. Returns the payloads whose wires the optimizer has written."""
+def step_quantising(
+    optimizer: Optimizer, factor: Any, names: Sequence[str], payloads: Sequence[Payload], sums: Any = None
+) -> list[Payload]:
+    """One update of `names`, with gradients that the optimizer adds itself if there are `sums`. Returns the payloads whose wires the optimizer has written."""
     wires = [(payload, views) for payload in payloads if (views := payload.wire_views()) is not None]
     step = getattr(optimizer, "step_quantising", None)
-    if not wires or step is None:
+    if step is None or not (wires or sums):
         optimizer.step(factor, names)
         return []
-    written = step(factor, names, [views for _, views in wires])
+    given = [views for _, views in wires]
+    written = step(factor, names, given, sums) if sums else step(factor, names, given)
     return [payload for payload, views in wires if any(views is each for each in written)]
 
 

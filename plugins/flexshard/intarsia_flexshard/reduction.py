@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from intarsia.comm import Communicator, add_parts
@@ -72,11 +72,19 @@ def prepare_add(parts: Sequence[Tensor], scale: float) -> Callable[[Tensor], Non
     return lambda out: add_scaled(parts, out, scale)
 
 
-Sums = tuple[Callable[[Sequence[Tensor], Tensor, float], None], Callable[[Sequence[Tensor], float], Callable[[Tensor], None]]]
+Adders = tuple[Callable[[Sequence[Tensor], Tensor, float], None], Callable[[Sequence[Tensor], float], Callable[[Tensor], None]]]
+
+
+class Sums(NamedTuple):
+    """What ranks have sent, before it is added: for optimizers that add it themselves (see `intarsia_optimizers.wires`)."""
+
+    parts: tuple[Tensor, ...]
+    scale: float
+    begins: Mapping[nn.Parameter, int]
 
 
 @functools.cache
-def best_sums(device_type: str) -> Sums:
+def best_sums(device_type: str) -> Adders:
     """`add_scaled` and `prepare_add`: the fused ones where their kernels are installed and can run, else these."""
     if device_type == "cuda" and importlib.util.find_spec("intarsia_kernels") and importlib.util.find_spec("triton"):
         from intarsia_kernels.optimizer import sum as fused
@@ -114,6 +122,9 @@ class Reduction:
         self._parts: Sequence[Tensor] = ()
         self._count = geometry.counts[index]
         self._split, self._shapes = _parts_of(geometry, index, self.masters)
+        self._begins = dict(zip(self.masters, geometry.offsets[index], strict=True))
+        # Kernels may multiply and add in one: only powers of two give the bits of doing one after the other.
+        self._is_plain = not self._copies and not host and math.frexp(scale)[0] == 0.5
         # A bucket of one parameter that lies there as its gradient does is sent without being packed.
         self._is_bare = geometry.is_bare
         self._accumulated: list[Tensor | None] = [None] * len(self.parameters)
@@ -130,9 +141,11 @@ class Reduction:
         self._running: Any = None
         self._kept: tuple[Any, ...] = ()
         self.is_waiting = False
-        self._then: Callable[[], None] | None = None
+        self._then: Callable[[Sums | None], None] | None = None
+        self._hands_on = False
         # The parts that a packed exchange brings are always the same views.
-        self._packed_sums: dict[torch.dtype, Callable[[Tensor], None]] = {}
+        self._packed_sums: dict[torch.dtype, Sums] = {}
+        self._packed_adds: dict[torch.dtype, Callable[[Tensor], None]] = {}
 
     def pack_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes to pack gradients of `dtype` and to receive the others'; 0 where they are sent as they are."""
@@ -161,11 +174,18 @@ class Reduction:
             else:
                 before.add_(gradient)
 
-    def start(self, is_wide: bool, fresh_pack: Callable[[int, int], Pack], then: Callable[[], None] | None = None) -> None:
+    def start(
+        self,
+        is_wide: bool,
+        fresh_pack: Callable[[int, int], Pack],
+        then: Callable[[Sums | None], None] | None = None,
+        takes_sums: bool = False,
+    ) -> None:
         """Begin to sum what is there over the ranks.
 
         `is_wide`: micro-batches were accumulated in this step (the same on all ranks). `fresh_pack(bytes, bytes)` gives larger buffers where the bucket's own
-        is too small. `then` runs behind the sum with the masters' `.grad` in place, which are dropped afterwards.
+        is too small. `then` runs behind the sum with the masters' `.grad` in place, which are dropped afterwards. With `takes_sums` it may instead
+        be given what was to be added, and nothing is.
         """
         dtype = self.wide if is_wide else self.narrow
         lanes, gradients = self._lanes, self._gather_up(is_wide)
@@ -177,7 +197,8 @@ class Reduction:
             source, running = self._fill(pack, dtype, gradients)
             pack.user, pack.dirty = self, lanes.on_device
         self._kept = (source, gradients if pack is None else None)
-        self._result = torch.empty(self._count, dtype=self._dtype, device=source.device)
+        self._hands_on = takes_sums and self._is_plain and self._total is None
+        self._result = None if self._hands_on else torch.empty(self._count, dtype=self._dtype, device=source.device)
         self._running = running
         if lanes.on_device:
             self._packed.record(lanes.compute)
@@ -186,12 +207,13 @@ class Reduction:
             if (observer := lanes.observer) is not None:
                 observer.begin("reduce", self.name)
             running.start(self._nothing)
-            self._sum(dtype if pack is not None else None)
+            packed = dtype if pack is not None else None
+            if not self._hands_on:
+                self._sum(packed)
             if observer is not None:
                 observer.end("reduce", self.name)
             if then is not None:
-                self._attach()
-                then()
+                self._go_on(then, packed)
             self.done.record(lanes.reduce)
             if pack is not None:
                 pack.read = self.done
@@ -200,8 +222,6 @@ class Reduction:
             lanes.leave()
             if then is None:
                 self._attach()
-            else:
-                self._detach()
         else:
             if (observer := lanes.observer) is not None:
                 observer.begin("reduce", self.name)
@@ -249,13 +269,13 @@ class Reduction:
         else:
             self._running.wait()
             self.is_waiting = False
-            self._sum(None)
-            self._attach()
+            if not self._hands_on or self._then is None:
+                self._sum(None)
+                self._attach()
         if observer is not None:
             observer.leave("wait for sum of", self.name)
         if self._then is not None:
-            self._then()
-            self._detach()
+            self._go_on(self._then, None)
         self._kept, self._running, self._result, self._then = (), None, None, None
 
     def cancel(self) -> None:
@@ -274,7 +294,7 @@ class Reduction:
 
     def use(self, pack: Pack) -> Pack:
         """The bucket packs there from now on."""
-        self.pack, self._targets, self._prepared, self._packed_sums = pack, {}, {}, {}
+        self.pack, self._targets, self._prepared, self._packed_sums, self._packed_adds = pack, {}, {}, {}, {}
         return pack
 
     def _fill(self, pack: Pack, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Any]:
@@ -316,17 +336,36 @@ class Reduction:
         """What the exchange calls when all parts are there: they are summed afterwards."""
         self._parts = parts
 
+    def _go_on(self, then: Callable[[Sums | None], None], packed: torch.dtype | None) -> None:
+        """Do what was to come behind the sum."""
+        if self._hands_on:
+            then(self._received(packed))
+        else:
+            self._attach()
+            then(None)
+            self._detach()
+
+    def _received(self, packed: torch.dtype | None) -> Sums:
+        """What is to be added. A recorded exchange calls nobody: what it brings is known from before."""
+        if packed is not None and packed in self._packed_sums:
+            return self._packed_sums[packed]
+        sums, self._parts = Sums(tuple(self._parts), self._scale, self._begins), ()
+        if packed is not None:
+            self._packed_sums[packed] = sums
+        return sums
+
     def _sum(self, packed: torch.dtype | None) -> None:
         """Add the parts in the order of the ranks; then replicas, and what earlier micro-batches of the step have left."""
-        assert self._result is not None
+        if self._result is None:  # It was to be handed on.
+            self._result = torch.empty(self._count, dtype=self._dtype, device=self._nothing.device)
+        parts = self._received(packed).parts
         if packed is None:
-            self._add(self._parts, self._result, self._scale)
+            self._add(parts, self._result, self._scale)
         else:
-            add = self._packed_sums.get(packed)
-            if add is None:  # A recorded exchange will call nobody.
-                add = self._packed_sums[packed] = self._prepare_add(self._parts, self._scale)
+            add = self._packed_adds.get(packed)
+            if add is None:
+                add = self._packed_adds[packed] = self._prepare_add(parts, self._scale)
             add(self._result)
-        self._parts = ()
         for group in self._copies:
             group.all_reduce(self._result, "sum", f"reduce {self.name} over replicas")
         if self._host and self._lanes.on_device:

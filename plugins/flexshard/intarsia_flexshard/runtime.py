@@ -297,23 +297,23 @@ class FlexShardModel:
         finally:
             self._early = None
 
-    def _update_early(self, bucket: Bucket, optimizer: Optimizer, factor: Any) -> None:
+    def _update_early(self, bucket: Bucket, optimizer: Optimizer, factor: Any, sums: Any = None) -> None:
         self._updated.add(bucket)
         observer, beside = self.lanes.observer, self.lanes.on_device
         if observer is not None:
             (observer.begin if beside else observer.enter)("update", bucket.name)
-        self._apply(optimizer, factor, [bucket], bucket.trained_names)
+        self._apply(optimizer, factor, [bucket], bucket.trained_names, sums)
         if observer is not None:
             (observer.end if beside else observer.leave)("update", bucket.name)
 
     @staticmethod
-    def _apply(optimizer: Optimizer, factor: Any, buckets: Sequence[Bucket], names: tuple[str, ...]) -> None:
+    def _apply(optimizer: Optimizer, factor: Any, buckets: Sequence[Bucket], names: tuple[str, ...], sums: Any = None) -> None:
         for bucket in buckets:
             if bucket.halves is not None:
                 bucket.halves.arrive()
         written: Sequence[Any] = ()
         if names:
-            written = step_quantising(optimizer, factor, names, [bucket.payload for bucket in buckets])
+            written = step_quantising(optimizer, factor, names, [bucket.payload for bucket in buckets], sums)
         for bucket in buckets:
             if bucket.payload in written:
                 bucket.payload.encode_values()
@@ -432,7 +432,8 @@ class FlexShardModel:
             # Halves that wait on the host come too late for an update inside backward.
             is_early = self._early is not None and self._last and bucket.halves is None
             then = functools.partial(self._update_early, bucket, *self._early) if is_early else None  # type: ignore[misc]
-            reduction.start(self._any_unsynced, lambda *sizes: grow_pack(self.buckets, reduction.pack, *sizes), then)
+            takes_sums = is_early and bucket.is_split and getattr(self._early[0], "takes_sums", False)  # type: ignore[index]
+            reduction.start(self._any_unsynced, lambda *sizes: grow_pack(self.buckets, reduction.pack, *sizes), then, takes_sums)
             self._pending.append(reduction)
 
     def _complete_all(self) -> None:

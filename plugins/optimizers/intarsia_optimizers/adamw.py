@@ -18,7 +18,7 @@ from intarsia_optimizers.config import AdamConfig, AdamWConfig
 from intarsia_optimizers.elementwise import Elementwise, ElementwiseOptimizer, Rule
 from intarsia_optimizers.kernels import choose_kernel
 from intarsia_optimizers.settings import by_decay, check_state_dtype, group_settings
-from intarsia_optimizers.updates import Box, Scalar, Tensors, adam_lists, adamw_update
+from intarsia_optimizers.updates import Box, Gradient, Scalar, Tensors, adam_lists, adamw_update, summed
 from intarsia_optimizers.wires import Wire, nothing_quantised
 
 if TYPE_CHECKING:
@@ -50,6 +50,11 @@ class AdamRule(Rule):
     slots: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     counted: ClassVar[bool] = True
 
+    @property
+    def takes_sums(self) -> bool:
+        """See `Rule.takes_sums`."""
+        return not self.l2 and self.implementation.kernel is not adamw_update
+
     def plain(self, values: Tensors, gradients: Tensors, states: Sequence[Tensors], steps: Tensors, lr: Scalar) -> None:
         """See `Rule.plain`."""
         means, squares = states
@@ -67,11 +72,11 @@ class AdamRule(Rule):
             adam_lists(values, gradients, means, squares, steps, lr, self.betas, self.eps, self.weight_decay, self.l2)
 
     def special(
-        self, value: Tensor, low: Tensor | None, states: Sequence[Tensor], gradient: Tensor, step: Tensor | None, lr: Scalar
+        self, value: Tensor, low: Tensor | None, states: Sequence[Tensor], gradient: Gradient, step: Tensor | None, lr: Scalar
     ) -> None:
         """See `Rule.special`."""
         if self.l2 or self.implementation.kernel is adamw_update:
-            super().special(value, low, states, gradient, step, lr)
+            super().special(value, low, states, summed(gradient), step, lr)
         else:
             self.implementation.kernel(value, low, *states, gradient, step, lr, self.betas, self.eps, self.weight_decay)
 
@@ -80,7 +85,7 @@ class AdamRule(Rule):
         value: Tensor,
         low: Tensor | None,
         states: Sequence[Tensor],
-        gradient: Tensor,
+        gradient: Gradient,
         step: Tensor | None,
         lr: Scalar,
         boxes: tuple[Box, ...],

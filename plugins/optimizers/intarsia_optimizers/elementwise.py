@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from intarsia_optimizers.runs import Member, Order, Piece, allocate, local_member, pieces_of
-from intarsia_optimizers.updates import Box, Scalar, Tensors, widened
-from intarsia_optimizers.wires import Part, Wire, part_of
+from intarsia_optimizers.updates import Box, Gradient, Scalar, Tensors, summed, widened
+from intarsia_optimizers.wires import Part, Sums, Wire, gradient_in, part_of
 
 if TYPE_CHECKING:
     from intarsia.parameters import ParameterTable
@@ -34,24 +34,29 @@ class Rule(abc.ABC):
     slots: ClassVar[tuple[str, ...]] = ()
     counted: ClassVar[bool] = False
 
+    @property
+    def takes_sums(self) -> bool:
+        """Whether `special` and `quantising` take contributions to a gradient that have not been added (see `intarsia_optimizers.wires`)."""
+        return False
+
     @abc.abstractmethod
     def plain(self, values: Tensors, gradients: Tensors, states: Sequence[Tensors], steps: Tensors, lr: Scalar) -> None:
         """Update `values` and `states` (a list for each slot) in place; everything of one dtype. `steps` has each one's 0-d number of this update, from 1, or
         is empty where the rule does not count. `lr` is `self.lr` times the schedule's factor."""
 
     def special(
-        self, value: Tensor, low: Tensor | None, states: Sequence[Tensor], gradient: Tensor, step: Tensor | None, lr: Scalar
+        self, value: Tensor, low: Tensor | None, states: Sequence[Tensor], gradient: Gradient, step: Tensor | None, lr: Scalar
     ) -> None:
         """Update one flat tensor whose master is split, or whose state is of another dtype."""
         steps = [] if step is None else [step]
-        widened(lambda values, gradients, held: self.plain(values, gradients, held, steps, lr), value, low, states, gradient)
+        widened(lambda values, gradients, held: self.plain(values, gradients, held, steps, lr), value, low, states, summed(gradient))
 
     def quantising(
         self,
         value: Tensor,
         low: Tensor | None,
         states: Sequence[Tensor],
-        gradient: Tensor,
+        gradient: Gradient,
         step: Tensor | None,
         lr: Scalar,
         boxes: tuple[Box, ...],
@@ -142,6 +147,11 @@ class Elementwise:
         self._chosen: dict[frozenset[str] | None, list[Member]] = {None: list(self.members.values())}
         self._plans: dict[tuple[str, ...], _Plan] = {}
 
+    @property
+    def takes_sums(self) -> bool:
+        """Whether `step` takes `sums`."""
+        return all(rule.takes_sums for rule in self._rules)
+
     def slots(self) -> dict[str, dict[str, Tensor]]:
         """State by parameter name and slot name; live."""
         found = {name: member.slots() for name, member in self.members.items()}
@@ -150,9 +160,12 @@ class Elementwise:
         return found
 
     @torch.no_grad()
-    def step(self, factor: Scalar, names: Collection[str] | None = None, wires: Sequence[Wire] = ()) -> list[Wire]:
-        """One update of those of `names` (None: all) that have a gradient. Returns those of `wires` on which everything was quantised."""
-        active = [member for member in self._choose(names) if member.parameter.grad is not None]
+    def step(
+        self, factor: Scalar, names: Collection[str] | None = None, wires: Sequence[Wire] = (), sums: Sums | None = None
+    ) -> list[Wire]:
+        """One update of those of `names` (None: all) that have a gradient, or are in `sums`. Returns those of `wires` on which everything was quantised."""
+        chosen = self._choose(names)
+        active = [member for member in chosen if (member.parameter.grad is not None if sums is None else member.parameter in sums.begins)]
         if not active:
             return []
         changed = [counter.refresh() for counter in self._counters]
@@ -164,7 +177,7 @@ class Elementwise:
             plan = self._plans[key] = self._make(active)
         for counter, counted, mask in plan.counted:
             counter.add(counted, mask)
-        gradients: list[Tensor] = [parameter.grad for parameter in plan.order]  # type: ignore[misc]
+        gradients = Given([parameter.grad for parameter in plan.order]) if sums is None else Unsummed(sums)  # type: ignore[misc]
         written = [0] * len(wires)
         for rule, pieces in plan.work:
             if wires:
@@ -179,15 +192,15 @@ class Elementwise:
         self,
         rule: Rule,
         item: tuple[Piece, slice],
-        gradients: list[Tensor],
+        gradients: Given | Unsummed,
         factor: Scalar,
         wires: Sequence[Wire],
         written: list[int],
         plan: _Plan,
     ) -> bool:
         """Update a piece that lies in the shard of one of `wires`, and quantise it; False: that was not possible. `written` counts boxes by wire."""
-        piece, own = item[0], gradients[item[1]]
-        whole = piece.gradient(own)
+        piece, own = item
+        whole = gradients.of(piece, own)
         for number, wire in enumerate(wires if whole is not None else ()):
             key = (id(piece), wire.wire.data_ptr())
             if key not in plan.parts:
@@ -200,7 +213,7 @@ class Elementwise:
             lr = _rate(rule.lr, factor, piece.value.device)
             if not rule.quantising(piece.value, piece.low, piece.states, whole, step, lr, part.boxes, wire):
                 return False
-            apart = _apart(piece, own) if part.others else []
+            apart = _apart(piece, gradients.apart(piece, own)) if part.others else []
             for place in part.others:
                 value, low, states, gradient = apart[place]
                 rule.special(value, low, states, gradient, step, lr)
@@ -237,16 +250,15 @@ class Elementwise:
                 counted.append((counter, mine, counter.mask(mine)))
         return _Plan(work, order, counted, splits)
 
-    def _update(self, rule: Rule, pieces: Sequence[tuple[Piece, slice]], gradients: list[Tensor], factor: Scalar) -> None:
+    def _update(self, rule: Rule, pieces: Sequence[tuple[Piece, slice]], gradients: Given | Unsummed, factor: Scalar) -> None:
         """One rule's update: everything plain of one dtype and device in one call, what is special one by one."""
         plain: dict[tuple[torch.dtype, torch.device], tuple[Tensors, Tensors, list[Tensors], Tensors]] = {}
-        for piece, part in pieces:
-            own = gradients[part]
-            whole = piece.gradient(own)
+        for piece, own in pieces:
+            whole = gradients.of(piece, own)
             step = self._scalars[piece.members[0].name] if rule.counted else None
-            parts = [(piece.value, piece.low, piece.states, whole)] if whole is not None else _apart(piece, own)
+            parts = [(piece.value, piece.low, piece.states, whole)] if whole is not None else _apart(piece, gradients.apart(piece, own))
             for value, low, states, gradient in parts:
-                if piece.is_special or gradient.dtype != value.dtype:
+                if piece.is_special or not isinstance(gradient, Tensor) or gradient.dtype != value.dtype:
                     rule.special(value, low, states, gradient, step, _rate(rule.lr, factor, value.device))
                     continue
                 values, flats, kept, steps = plain.setdefault((value.dtype, value.device), ([], [], [[] for _ in states], []))
@@ -260,10 +272,45 @@ class Elementwise:
             rule.plain(values, flats, kept, steps, _rate(rule.lr, factor, device))
 
 
-def _apart(piece: Piece, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None, list[Tensor], Tensor]]:
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """Gradients of a plan's parameters, in its order. A piece's own are a slice of them."""
+
+    gradients: list[Tensor]
+
+    def of(self, piece: Piece, own: slice) -> Gradient | None:
+        """The piece's gradient, flat; None where its members' do not lie as they do."""
+        return piece.gradient(self.gradients[own])
+
+    def apart(self, piece: Piece, own: slice) -> list[Gradient]:
+        """Its members' gradients, flat."""
+        return [gradient.reshape(-1) for gradient in self.gradients[own]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unsummed:
+    """The same of contributions that have not been added."""
+
+    sums: Sums
+
+    def of(self, piece: Piece, own: slice) -> Gradient | None:
+        """See `Given.of`."""
+        begins = self.sums.begins
+        first = begins[piece.members[0].parameter]
+        for member, offset in zip(piece.members, piece.offsets, strict=True):
+            if begins[member.parameter] != first + offset:
+                return None
+        return gradient_in(self.sums, first, piece.value.numel())
+
+    def apart(self, piece: Piece, own: slice) -> list[Gradient]:
+        """See `Given.apart`."""
+        return [gradient_in(self.sums, self.sums.begins[member.parameter], member.value.numel()) for member in piece.members]
+
+
+def _apart(piece: Piece, gradients: Sequence[Gradient]) -> list[tuple[Tensor, Tensor | None, list[Tensor], Gradient]]:
     """The piece's members one by one: (value, low half, states, gradient), flat."""
     return [
-        (member.value, member.low, list(member.states.values()), gradient.reshape(-1))
+        (member.value, member.low, list(member.states.values()), gradient)
         for member, gradient in zip(piece.members, gradients, strict=True)
     ]
 
@@ -284,9 +331,14 @@ class ElementwiseOptimizer:
         """One update; see `intarsia.contracts.Optimizer`."""
         self._elementwise.step(factor, names)
 
-    def step_quantising(self, factor: Scalar, names: Collection[str] | None, wires: Sequence[Wire]) -> list[Wire]:
+    @property
+    def takes_sums(self) -> bool:
+        """Whether `step_quantising` takes gradients that have not been added. See `intarsia_optimizers.wires`."""
+        return self._elementwise.takes_sums
+
+    def step_quantising(self, factor: Scalar, names: Collection[str] | None, wires: Sequence[Wire], sums: Sums | None = None) -> list[Wire]:
         """As `step`; and returns those of `wires` on which everything was quantised. See `intarsia_optimizers.wires`."""
-        return self._elementwise.step(factor, names, wires)
+        return self._elementwise.step(factor, names, wires, sums)
 
     def learning_rates(self) -> Mapping[str, float]:
         """Base learning rate of each group."""

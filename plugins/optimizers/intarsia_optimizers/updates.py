@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
+from intarsia.comm import add_parts
 from intarsia.ops.float8 import quantise
 from intarsia.parameters import join_master, split_master
 from torch import Tensor
@@ -24,6 +25,8 @@ from torch import Tensor
 Scalar: TypeAlias = "float | Tensor"
 Tensors: TypeAlias = list[Tensor]
 Box: TypeAlias = tuple[int, int, int, int, int]
+# A tensor, or contributions that are still to be added, in this order, and what their sum is multiplied by.
+Gradient: TypeAlias = "Tensor | tuple[Sequence[Tensor], float]"
 
 # Elements that are widened to float32 at a time: bounds what an update of narrow or split state needs besides the state.
 CHUNK = 2**24
@@ -38,7 +41,7 @@ def adamw_update(
     low: Tensor | None,
     mean: Tensor,
     square: Tensor,
-    gradient: Tensor,
+    gradient: Gradient,
     step: Tensor,
     lr: Scalar,
     betas: tuple[float, float],
@@ -52,7 +55,7 @@ def adamw_update(
         w <- w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
 
     Arguments: `value` is the master, flat and contiguous; or, with `low` (int16, as many elements), the bfloat16 high half of a split master
-    (`intarsia.parameters.split_master`). `mean` and `square` have as many elements, in the master's dtype or bfloat16; `gradient` likewise, in any floating dtype. `step` is the 0-d float32
+    (`intarsia.parameters.split_master`). `mean` and `square` have as many elements, in the master's dtype or bfloat16; `gradient` likewise, in any floating dtype, or contributions to it. `step` is the 0-d float32
     number t of this update, from 1; the caller counts. `lr` may be a 0-d tensor. Arithmetic is in float32 (float64 for float64 masters), stored values are rounded to nearest.
     """
 
@@ -60,7 +63,7 @@ def adamw_update(
         means, squares = states
         adam_lists(values, gradients, means, squares, [step], lr, betas, eps, weight_decay)
 
-    widened(rule, value, low, [mean, square], gradient)
+    widened(rule, value, low, [mean, square], summed(gradient))
 
 
 @torch.no_grad()
@@ -69,7 +72,7 @@ def adamw_quantised(
     low: Tensor | None,
     mean: Tensor,
     square: Tensor,
-    gradient: Tensor,
+    gradient: Gradient,
     step: Tensor,
     lr: Scalar,
     betas: tuple[float, float],
@@ -83,7 +86,7 @@ def adamw_quantised(
 ) -> bool:
     """`adamw_update` of the elements in `boxes`, which begin at elements of `value`, and their quantised values in `dtype` onto `wire`: see `intarsia_optimizers.wires`. Other
     elements stay as they are. Returns whether it was done."""
-    scales_at = wire[: wire.numel() // 4 * 4].view(torch.float32)
+    gradient, scales_at = summed(gradient), wire[: wire.numel() // 4 * 4].view(torch.float32)
     for begin, payload_at, scale_at, rows, columns in boxes:
         part = slice(begin, begin + rows * columns)
         half = None if low is None else low[part]
@@ -234,6 +237,16 @@ def decay(values: Tensors, lr: Scalar, weight_decay: float) -> None:
     """Decoupled weight decay: `w <- (1 - lr weight_decay) w`."""
     if weight_decay:
         torch._foreach_mul_(values, 1 - lr * weight_decay)
+
+
+def summed(gradient: Gradient) -> Tensor:
+    """A gradient as one tensor: contributions are added in float32."""
+    if isinstance(gradient, Tensor):
+        return gradient
+    parts, scale = gradient
+    total = torch.empty_like(parts[0], dtype=torch.float32)
+    add_parts(parts, total)
+    return total if scale == 1.0 else total.mul_(scale)
 
 
 # ---------------------------------------------------------------- narrow and split storage

@@ -1,4 +1,4 @@
-"""Updates that also quantise: a sharder that sends float8 hands its wires to the step, and what a kernel writes there itself need not be read again.
+"""Updates that do a sharder's work beside their own: add what other ranks have sent, and quantise what the next gather sends. What a kernel has at hand need not be written and read again.
 
 A sharder calls `step_quantising(factor, names, wires)` of an optimizer that has it instead of `step`. It returns the wires on which everything is written; the sharder quantises
 the others. A wire is an object with these attributes (`intarsia_flexshard.quantised.WireViews` is one):
@@ -7,19 +7,27 @@ the others. A wire is an object with these attributes (`intarsia_flexshard.quant
     wire            1-D uint8, in which scales are float32 at multiples of 4
     boxes           (value, payload, scale, rows, columns) of each matrix: where it begins in `values`, where its payload and scales begin on the wire (bytes, float32)
     tile, power_of_two, dtype       what shares a scale, how it is rounded, and the dtype whose values are quantised; see `intarsia.ops.float8`
+
+If the optimizer's `takes_sums` is true, the sharder may give `step_quantising(factor, names, wires, sums)` gradients of split masters as contributions that have not been added,
+instead of `.grad`. `sums` is an object with these attributes (`intarsia_flexshard.reduction.Sums` is one):
+
+    parts           1-D tensors of one size, one for each rank, to be added in this order in float32
+    scale           what the sum is multiplied by, a power of two: kernels may multiply and add in one
+    begins          by parameter (those of `names`) where its gradient begins in each part
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from intarsia_optimizers.runs import Piece
-from intarsia_optimizers.updates import Box
+from intarsia_optimizers.updates import Box, Gradient
 
 
 class Wire(Protocol):
@@ -31,6 +39,21 @@ class Wire(Protocol):
     tile: tuple[int, int]
     power_of_two: bool
     dtype: torch.dtype
+
+
+class Sums(Protocol):
+    """See the module's text."""
+
+    parts: Sequence[Tensor]
+    scale: float
+    begins: Mapping[nn.Parameter, int]
+
+
+def gradient_in(sums: Sums, begin: int, size: int) -> Gradient:
+    """`size` elements of the contributions, from `begin` on."""
+    if size == sums.parts[0].numel():
+        return sums.parts, sums.scale
+    return [part[begin : begin + size] for part in sums.parts], sums.scale
 
 
 @dataclasses.dataclass(frozen=True)
