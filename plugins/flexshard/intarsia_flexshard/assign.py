@@ -2,6 +2,9 @@
 
 The recipe's buckets claim first, by glob; a parameter that two of them claim is an error, as is a glob that claims nothing. What is left goes to one bucket for
 each declared block, and to `root` for what is in none. A tied parameter is one parameter with several names: whoever claims one of them has it.
+
+What has to be summed over other ranks than the rest of its bucket (`intarsia_flexshard.axes`) gets a bucket beside it, `layers.3:ep_shard`, and so does a parameter that other
+pipeline stages have too.
 """
 
 from __future__ import annotations
@@ -9,13 +12,15 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import chz
 from intarsia.config import PlacementConfig
 from intarsia.contracts import Member
 from intarsia.errors import UsageError, did_you_mean
 
+from intarsia_flexshard.axes import AXES, Span, default_divisor, span_of
 from intarsia_flexshard.config import BucketConfig, FlexShardConfig
 
 ROOT = "root"
@@ -26,8 +31,6 @@ GRADIENTS = ("whole", "sharded")
 MASTERS = ("float32", "split")
 OWNERS = ("elements", "newton_schulz")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-# Axes whose ranks hold equal parameters unless they are cut here, and sum their gradients. The others cut before data parallelism does.
-AXES = ("dp_replicate", "dp_shard", "cp", "ep_shard")
 
 # Newton-Schulz iterations that an update is taken to make, and the FLOPs that a device does while it moves one element's gradient, momentum and master.
 NEWTON_SCHULZ_STEPS = 5
@@ -51,7 +54,8 @@ class BucketSpec:
 
     `infos` are in the model's order. `axes` cut, along `replicas` all is equal. `compute` and `reduce` are dtype names. `reshard` is always, never or
     after; `keep` is after how many further unshardings the whole parameters are given back (always: 1; never: 0, which is at the step's end). `divisor` is what
-    an average divides by (None: the number of ranks). `modules` are the modules whose forward needs the bucket; "" is the model.
+    an average divides by (None: the number of ranks). `modules` are the modules whose forward needs the bucket; "" is the model. `is_shared`: other pipeline stages have
+    its one parameter too, and gradients are summed over them at the step's end.
     """
 
     name: str
@@ -69,6 +73,7 @@ class BucketSpec:
     prefetch: int
     payload: str
     modules: tuple[str, ...]
+    is_shared: bool = False
 
     @property
     def is_root(self) -> bool:
@@ -99,17 +104,21 @@ def assign(
     compute: str | None = None,
     reduce: str | None = None,
     outside: Collection[str] = (),
+    sizes: Mapping[str, int] | None = None,
+    elsewhere: Collection[str] = (),
 ) -> list[BucketSpec]:
     """The buckets in execution order (those that the model drives come first): every parameter is in exactly one.
 
     Arguments: `infos` in the model's order; `blocks` the declared blocks in execution order; `modules` the names of modules that have a forward of their own
     (containers have none, and drive nothing; None: all have one); `compute` and `reduce` the run's dtypes (None: the masters'); `outside` parameters that
-    are read outside of their module's forward, as losses read the head's: the model drives their bucket. Raises UsageError for words and numbers
-    that mean nothing, for globs without a parameter, for a parameter that two buckets claim, and for buckets of several dtypes.
+    are read outside of their module's forward, as losses read the head's: the model drives their bucket; `sizes` the mesh's axes (None: data parallelism alone);
+    `elsewhere` globs that match in other pipeline stages. Raises UsageError for words and numbers that mean nothing, for globs without a
+    parameter, for a parameter that two buckets claim, for buckets of several dtypes, and for axes over which a gradient would not be summed.
     """
     check_settings(config)
     infos = list(infos)
-    claimed = _claims(config.buckets, infos)
+    sizes = sizes or {}
+    claimed = _claims(config.buckets, infos, elsewhere)
     found: list[tuple[BucketConfig, list[Info], bool]] = [
         (bucket, [info for info in infos if claimed.get(info.name) == index], False) for index, bucket in enumerate(config.buckets)
     ]
@@ -122,8 +131,10 @@ def assign(
     order = _execution_order(infos, blocks)
     specs = []
     for bucket, members, is_default in found:
-        inside = [members[0].block] if is_default else _drivers(members, modules, outside)
-        specs.append(_spec(config, bucket, members, tuple(inside), compute, reduce))
+        for name, span, part in _parts(bucket, members, sizes):
+            inside = [part[0].block] if is_default else _drivers(part, modules, outside)
+            specs.append(_spec(config, chz.replace(bucket, name=name), span, part, tuple(inside), (compute, reduce), sizes))
+    _check_names([spec.name for spec in specs], len(specs))
     return sorted(specs, key=lambda spec: (not spec.is_root, min(order[info.name] for info in spec.infos)))
 
 
@@ -161,7 +172,13 @@ def is_match(glob: str, name: str) -> bool:
     return fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(name, f"{glob}.*")
 
 
-def _claims(buckets: Sequence[BucketConfig], infos: Sequence[Info]) -> dict[str, int]:
+def unmatched(config: FlexShardConfig, infos: Iterable[Info]) -> list[str]:
+    """The buckets' globs that match none of these parameters."""
+    names = [name for info in infos for name in (info.name, *info.aliases)]
+    return [glob for bucket in config.buckets for glob in bucket.match if not any(is_match(glob, name) for name in names)]
+
+
+def _claims(buckets: Sequence[BucketConfig], infos: Sequence[Info], elsewhere: Collection[str]) -> dict[str, int]:
     """For each claimed parameter the number of its bucket."""
     claimed: dict[str, int] = {}
     globs: dict[str, str] = {}
@@ -174,7 +191,7 @@ def _claims(buckets: Sequence[BucketConfig], infos: Sequence[Info]) -> dict[str,
             )
         for glob in bucket.match:
             hits = [(info, name) for info in infos for name in (info.name, *info.aliases) if is_match(glob, name)]
-            if not hits:
+            if not hits and glob not in elsewhere:
                 known = [*names, *_parents(names)]
                 raise UsageError(f"Bucket {bucket.name!r}: {glob!r} matches no parameter of the model. {did_you_mean(glob, known)}")
             for info, name in hits:
@@ -189,6 +206,35 @@ def _claims(buckets: Sequence[BucketConfig], infos: Sequence[Info]) -> dict[str,
             f"sharder.buckets: parameters are claimed twice: {'; '.join(clashes[:4])}{more}. Every parameter is in one bucket: narrow one of the globs."
         )
     return claimed
+
+
+def _parts(bucket: BucketConfig, members: Sequence[Info], sizes: Mapping[str, int]) -> list[tuple[str, Span, list[Info]]]:
+    """The bucket's members by what has to be summed over the same ranks: name, axes and members of each. What no other parallelism cuts keeps the bucket's name."""
+    found: dict[tuple[Span, str], list[Info]] = {}
+    for info in members:
+        span = span_of(bucket.name, bucket.axes, bucket.replicas, info, sizes)
+        found.setdefault((span, info.name if getattr(info, "absent", ()) else ""), []).append(info)
+    if not found:
+        return []
+    plain = max(found, key=lambda key: (not key[1], "ep_shard" not in key[0].axes, sum(map(len, key[0])), len(key[0].axes)))
+    parts, taken = [], {bucket.name}
+    for key, part in found.items():
+        (axes, replicas), shared = key
+        name = bucket.name
+        if shared:
+            name += f":{shared}"
+        elif key != plain:
+            name += f":{'+'.join(axes)}"
+            name += f":{'+'.join(replicas)}" if name in taken else ""
+        taken.add(name)
+        parts.append((name, key[0], part))
+    return parts
+
+
+def names_here(info: Info) -> tuple[str, ...]:
+    """The names under which this process's model has the parameter: other pipeline stages may have those of a tie."""
+    absent = getattr(info, "absent", ())
+    return tuple(name for name in (info.name, *info.aliases) if name not in absent)
 
 
 def _parents(names: Iterable[str]) -> list[str]:
@@ -219,7 +265,7 @@ def _drivers(members: Sequence[Info], modules: Collection[str] | None, outside: 
     owners: dict[str, list[str]] = {}
     found: dict[str, None] = {}
     for info in members:
-        for name in (info.name, *info.aliases):
+        for name in names_here(info):
             if info.name in outside or name in outside:
                 found[""] = None
             elif info.block:
@@ -268,14 +314,15 @@ def check_settings(config: FlexShardConfig) -> None:
         for field in ("compute", "reduce"):
             if getattr(bucket, field) is not None:
                 _check_word(where + field, getattr(bucket, field), DTYPES)
-        for axis in (*bucket.axes, *bucket.replicas):
+        named = (*(bucket.axes or ()), *(bucket.replicas or ()))
+        for axis in named:
             _check_word(f"{where}axes or replicas", axis, AXES)
-        both = [axis for axis in AXES if (*bucket.axes, *bucket.replicas).count(axis) > 1]
+        both = [axis for axis in AXES if named.count(axis) > 1]
         if both:
             raise UsageError(
                 f"{where}axis {both[0]!r} is named twice in axes and replicas; along an axis a bucket is either cut or replicated."
             )
-        if not bucket.axes:
+        if bucket.axes == ():
             raise UsageError(f"{where}`axes` is empty. To keep the bucket whole on every rank, choose placement=replicate.")
 
 
@@ -313,16 +360,17 @@ def _check_shared(config: BucketConfig | FlexShardConfig, where: str) -> None:
 def _spec(
     config: FlexShardConfig,
     bucket: BucketConfig,
+    span: Span,
     members: Sequence[Info],
     modules: tuple[str, ...],
-    compute: str | None,
-    reduce: str | None,
+    dtypes: tuple[str | None, str | None],
+    sizes: Mapping[str, int],
 ) -> BucketSpec:
-    dtypes: dict[str, str] = {info.dtype: info.name for info in reversed(members)}
-    if len(dtypes) > 1:
-        shown = " and ".join(f"{name!r} is {dtype}" for dtype, name in reversed(dtypes.items()))
+    masters: dict[str, str] = {info.dtype: info.name for info in reversed(members)}
+    if len(masters) > 1:
+        shown = " and ".join(f"{name!r} is {dtype}" for dtype, name in reversed(masters.items()))
         raise UsageError(f"Bucket {bucket.name!r} mixes dtypes: {shown}. A bucket has one master dtype: put them in buckets of their own.")
-    master = next(iter(dtypes))
+    master = next(iter(masters))
     values = {
         field: getattr(bucket, field) if getattr(bucket, field) is not None else getattr(config, field)
         for field in ("placement", "offload", "reduce_op", "prefetch", "payload", "reshard")
@@ -333,9 +381,12 @@ def _spec(
         raise UsageError(
             f"Bucket {bucket.name!r}: divisor is {divisor}, but reduce_op is 'sum', which never divides. Choose reduce_op=average, or leave divisor out."
         )
+    if divisor is None and values["reduce_op"] == "average":
+        divisor = default_divisor(sizes)
     reshard, keep = ("never", 0) if "" in modules else parse_reshard(values.pop("reshard"))
     values.pop("reshard", None)
     return BucketSpec(
-        name=bucket.name, infos=tuple(members), axes=bucket.axes, replicas=bucket.replicas, compute=bucket.compute or compute or master,
-        reduce=bucket.reduce or reduce or master, reshard=reshard, keep=keep, divisor=divisor, modules=modules, **values,
+        name=bucket.name, infos=tuple(members), axes=span.axes, replicas=span.replicas, compute=bucket.compute or dtypes[0] or master,
+        reduce=bucket.reduce or dtypes[1] or master, reshard=reshard, keep=keep, divisor=divisor, modules=modules,
+        is_shared=any(getattr(info, "absent", ()) for info in members), **values,
     )  # fmt: skip

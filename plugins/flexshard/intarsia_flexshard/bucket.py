@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from intarsia_flexshard.assign import BucketSpec, member_of
 from intarsia_flexshard.config import FlexShardConfig
+from intarsia_flexshard.copies import Holders
 from intarsia_flexshard.halves import WaitingHalves
 from intarsia_flexshard.hooks import Call, Inputs
 from intarsia_flexshard.lanes import Lanes
@@ -69,7 +70,8 @@ class Bucket:
     """One bucket of a sharded model.
 
     `whole` are the model's own parameters by canonical name, `masters` the local parts. `running` are forward calls that are under way (and their inputs), `pending`
-    those whose backward has still to leave; `entered` says that a backward pass is inside, `is_held` that a schedule keeps the bucket whole, `open` that a reduction is due. `hidden` are the inputs of calls whose outputs showed no tensor.
+    those whose backward has still to leave; `entered` says that a backward pass is inside, `is_held` that a schedule keeps the bucket whole, `open` that a reduction is due. `holders` are the pipeline stages
+    that have its one parameter too. `hidden` are the inputs of calls whose outputs showed no tensor.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class Bucket:
         lanes: Lanes,
         config: FlexShardConfig,
         readers: Mapping[str, Sequence[Owner]],
+        holders: Holders | None = None,
     ) -> None:
+        self.holders = holders
         self.spec, self.name, self.groups, self.lanes, self.is_split = spec, spec.name, groups, lanes, config.master == "split"
         self._tile, self._power_of_two = config.tile, config.scales == "power_of_two"
         self.infos: list[ParameterInfo] = spec.members
@@ -167,7 +171,8 @@ class Bucket:
             return None
         ranks = self.groups.reduce.size * self.groups.replicas.size
         scale = 1.0 / (self.spec.divisor or ranks) if self.spec.reduce_op == "average" else 1.0
-        copies = [self.groups.replicas] if self.is_cut else [self.groups.reduce, self.groups.replicas]
+        copies: list[Any] = [self.groups.replicas] if self.is_cut else [self.groups.reduce, self.groups.replicas]
+        copies += [] if self.holders is None else [self.holders]
         return Reduction(
             self.name,
             [self.whole[info.name] for info in self.trained],
@@ -354,16 +359,15 @@ def lay_out(
     spec: BucketSpec, infos: Sequence[ParameterInfo], placement: Placement, table: ParameterTable, mesh: Mesh, config: FlexShardConfig
 ) -> tuple[list[tuple[int, ...]], list[list[Region]], bool]:
     """Write each parameter's Layout and bucket; returns the shapes of the members on this rank's side of outer cuts, the regions by rank of the shards'
-    group in those members' own index space, and whether anything is cut."""
+    group in those members' own index space, and whether anything is cut. The placement is asked once, over the ranks of all axes together."""
     if not isinstance(placement, Placement):
         lacks = [name for name in ("name", "accepts", "partition") if not hasattr(placement, name)]
         raise PluginError(
             f"Bucket {spec.name!r}: {type(placement).__name__}, which {type(spec.placement).__name__} chooses, is no placement: it lacks {', '.join(lacks)}. "
             "See intarsia.contracts.Placement."
         )
-    inner: list[Any] = [(axis, mesh.sizes[axis], "replicate") for axis in spec.replicas]
-    inner += [(axis, mesh.sizes[axis], placement) for axis in spec.axes]
-    inner = [step for step in inner if step[1] > 1]
+    cuts = [(axis, mesh.sizes[axis]) for axis in spec.axes if mesh.sizes[axis] > 1]
+    joint = "+".join(axis for axis, _ in cuts)
     origins, shapes = [], []
     outer_groups: dict[Any, list[ParameterInfo]] = {}
     for info in infos:
@@ -372,9 +376,12 @@ def lay_out(
     for parameters in outer_groups.values():
         outer = _outer_steps(parameters)
         members = [dataclasses.replace(member_of(info, owners=config.owners), tile=_tile(spec, info, config)) for info in parameters]
+        named = {axis for axis, _, _ in outer}
+        inner: list[Any] = [(axis, mesh.sizes[axis], "replicate") for axis in spec.replicas if axis not in named and mesh.sizes[axis] > 1]
+        inner += [(joint, math.prod(size for _, size in cuts), placement)] if cuts else []
         held, layouts = build_layouts(members, outer), build_layouts(members, [*outer, *inner])
         for info in parameters:
-            info.layout, info.bucket = layouts[info.name], spec.name
+            info.layout, info.bucket = _apart(layouts[info.name], joint, cuts), spec.name
             pieces[info.name] = _outer_piece(info, held[info.name], table)
     for info in infos:
         origins.append(pieces[info.name].start)
@@ -392,6 +399,16 @@ def lay_out(
             row.append(tuple(Box(tuple(a - o for a, o in zip(box.start, origin, strict=True)), box.size) for box in boxes))
         regions.append(row)
     return shapes, regions, is_cut
+
+
+def _apart(layout: Layout, joint: str, cuts: Sequence[tuple[str, int]]) -> Layout:
+    """The layout with its axis `joint` as the axes that it was made of."""
+    axes, kinds = [], []
+    for axis, kind in zip(layout.axes, layout.kinds, strict=True):
+        parts = list(cuts) if axis[0] == joint else [axis]
+        axes += parts
+        kinds += [kind] * len(parts)
+    return dataclasses.replace(layout, axes=tuple(axes), kinds=tuple(kinds))
 
 
 def make_geometries(
@@ -444,6 +461,11 @@ def _outer_piece(info: ParameterInfo, layout: Layout, table: ParameterTable) -> 
     if not info.outer:
         return Box.whole(info.shape)
     region = layout.local(table.rank_in(layout))
+    if not region:
+        # Along a dimension that is whole in every piece it is whole here; of the others there is nothing.
+        sizes = zip(info.shape, *(box.size for piece in layout.regions for box in piece), strict=True)
+        left = tuple(whole if set(parts) == {whole} else 0 for whole, *parts in sizes)
+        return Box((0,) * len(left), left if 0 in left else (0, *left[1:]))
     if len(region) != 1:
         raise UsageError(
             f"Parameter {info.name!r}: the cuts {[axis for axis, _, _ in info.outer]} leave {len(region)} boxes on a rank. A module's own "

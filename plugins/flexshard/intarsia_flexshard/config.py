@@ -16,9 +16,13 @@ class BucketConfig(Config):
         doc="Globs on the parameters' canonical names, where * also matches dots; a module's name takes everything below it."
     )
     placement: PlacementConfig | None = chz.field(default=None, doc="How the bucket is cut over `axes`.")
-    axes: tuple[str, ...] = chz.field(default=("dp_shard",), doc="Mesh axes over whose ranks the bucket is cut, outermost first.")
-    replicas: tuple[str, ...] = chz.field(
-        default=("dp_replicate",), doc="Mesh axes along which every rank has the same shards: gradients are summed over them too."
+    axes: tuple[str, ...] | None = chz.field(
+        default=None,
+        doc="Mesh axes over whose ranks the bucket is cut, outermost first. None: dp_shard, cp and tp where they do not cut the parameter already; ep_shard for experts.",
+    )
+    replicas: tuple[str, ...] | None = chz.field(
+        default=None,
+        doc="Mesh axes along which every rank has the same shards: gradients are summed over them too. None: all that are left.",
     )
     compute: str | None = chz.field(default=None, doc="Dtype of the whole parameters in forward and backward. None: precision.compute.")
     reduce: str | None = chz.field(default=None, doc="Dtype of gradients on the wire. None: precision.reduce.")

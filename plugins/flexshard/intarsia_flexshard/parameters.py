@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from intarsia.errors import UsageError
+from intarsia.errors import PluginError, UsageError
 from intarsia.parameters import ParameterInfo, ParameterTable
 from torch import nn
 
-from intarsia_flexshard.assign import BucketSpec
+from intarsia_flexshard.assign import BucketSpec, names_here
 from intarsia_flexshard.quantised import Owner
 
 # What a parameter in the ring is marked with: its bucket's name.
@@ -41,8 +41,15 @@ def check_fresh(model: nn.Module) -> None:
             )
 
 
-def take_place(module: nn.Module, attribute: str, whole: nn.Parameter, bucket: str) -> None:
-    """Make `whole` the module's parameter. What was set on the old one as Python attributes stays."""
+def take_place(module: nn.Module, attribute: str, whole: nn.Parameter, bucket: str, shape: Sequence[int]) -> None:
+    """Make `whole`, which will have `shape`, the module's parameter. What was set on the old one as Python attributes stays. Raises PluginError where
+    the old one has another shape: cuts before the sharder did not leave what they say."""
+    before = tuple(getattr(module, attribute).shape)
+    if before != tuple(shape):
+        raise PluginError(
+            f"{type(module).__name__}.{attribute} has the shape {before}, but what tensor and expert parallelism leave of it on this rank is {tuple(shape)} "
+            f"(bucket {bucket!r}). Whoever writes ParameterInfo.outer gives the module a parameter of the local shape."
+        )
     whole.__dict__.update(getattr(module, attribute).__dict__)
     setattr(whole, MARK, bucket)
     setattr(module, attribute, whole)
@@ -50,13 +57,13 @@ def take_place(module: nn.Module, attribute: str, whole: nn.Parameter, bucket: s
 
 def readers_of(info: ParameterInfo, modules: Mapping[str, nn.Module]) -> list[Owner]:
     """The modules that have the parameter, and what they call it."""
-    places = [name.rpartition(".") for name in (info.name, *info.aliases)]
+    places = [name.rpartition(".") for name in names_here(info)]
     return [(modules[owner], attribute) for owner, _, attribute in places]
 
 
 def read_in_forward(table: ParameterTable, modules: Mapping[str, nn.Module], outside: Collection[str]) -> dict[str, list[Owner]]:
     """By parameter who reads it; nobody where it is also read `outside` of forward."""
-    return {info.name: [] if {info.name, *info.aliases} & set(outside) else readers_of(info, modules) for info in table.values()}
+    return {info.name: [] if set(names_here(info)) & set(outside) else readers_of(info, modules) for info in table.values()}
 
 
 def running(modules: Mapping[str, nn.Module]) -> list[str]:

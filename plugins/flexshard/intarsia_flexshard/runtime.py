@@ -27,9 +27,10 @@ from intarsia.parameters import ParameterTable, materialise_buffers
 from intarsia.plugins import Plugins, current
 from torch import Tensor, nn
 
-from intarsia_flexshard.assign import BucketSpec, assign, read_outside
+from intarsia_flexshard.assign import BucketSpec, assign, names_here, read_outside, unmatched
 from intarsia_flexshard.bucket import Bucket, Groups, balanced
 from intarsia_flexshard.config import FlexShardConfig
+from intarsia_flexshard.copies import Copies
 from intarsia_flexshard.gathers import Gathers, needs_weights
 from intarsia_flexshard.guards import Places, check_values, refuse_copies
 from intarsia_flexshard.hooks import Call, Inputs, differentiable, handled, in_backward, untraced, when_known
@@ -65,33 +66,36 @@ class FlexShard:
         config, table.mesh = self.config, mesh
         modules = dict(model.named_modules(remove_duplicate=False))
         blocks = list(model.regions().blocks)  # type: ignore[operator]
-        outside = read_outside(model)
-        specs = assign(config, table.values(), blocks, running(modules), table.compute, table.reduce, outside)
+        outside, elsewhere = read_outside(model), _matched_elsewhere(config, table, mesh)
+        specs = assign(config, table.values(), blocks, running(modules), table.compute, table.reduce, outside, mesh.sizes, elsewhere)
         check_quantisation(config.tile, config.scales)
         readers = read_in_forward(table, modules, outside)
-        lanes, groups = Lanes(mesh.device), self._groups(specs, mesh)
+        lanes, groups, copies = Lanes(mesh.device), self._groups(specs, mesh), Copies(table.values(), mesh)
         is_split = config.master == "split"
         check_masters(is_split, table, specs)
         loads: dict[tuple[str, ...], list[float]] = {}
         buckets = []
         for spec in specs:
-            mine = groups[spec.axes, spec.replicas]
-            placement = balanced(self._plugins.build(spec.placement), loads, spec.axes, mine.gather.size)
-            buckets.append(Bucket(spec, placement, table, mesh, mine, lanes, config, readers))
+            mine, placement = groups[spec.axes, spec.replicas], self._plugins.build(spec.placement)
+            if not spec.is_shared:  # That lies alike in all stages that have it, whatever else they have.
+                placement = balanced(placement, loads, spec.axes, mine.gather.size)
+            holders = copies.holders.get(spec.infos[0].name) if spec.is_shared else None
+            buckets.append(Bucket(spec, placement, table, mesh, mine, lanes, config, readers, holders))
         for bucket in buckets:
-            for info in bucket.infos:
-                for alias in (info.name, *info.aliases):
+            for info, shape in zip(bucket.infos, bucket.geometry.shapes, strict=True):
+                for alias in names_here(info):
                     owner, _, attribute = alias.rpartition(".")
-                    take_place(modules[owner], attribute, bucket.whole[info.name], bucket.name)
+                    take_place(modules[owner], attribute, bucket.whole[info.name], bucket.name, shape)
         materialise_buffers(model, mesh.device, table.seed)
         # Also a meeting: no rank gathers before every rank's shards are filled.
-        comm.agree([bucket.facts() for bucket in buckets], "the bucket plan")
+        mesh.stage.agree([bucket.facts() for bucket in buckets], "the bucket plan")
         for group in dict.fromkeys(group for bucket in buckets for group in (bucket.groups.gather, bucket.groups.replicas)):
             group.agree([bucket.sizes() for bucket in buckets if group in bucket.groups], "the bucket plan")
-        return FlexShardModel(model, table, buckets, config, lanes, comm)
+        copies.agree({bucket.infos[0].name: [bucket.facts(), bucket.sizes()] for bucket in buckets if bucket.holders is not None})
+        return FlexShardModel(model, table, buckets, config, lanes, mesh.stage, copies)
 
     def _groups(self, specs: Sequence[BucketSpec], mesh: Mesh) -> dict[tuple[tuple[str, ...], tuple[str, ...]], Groups]:
-        """The groups for each combination of axes. Every rank makes them in the same order."""
+        """The groups for each combination of axes. All ranks of a pipeline stage make them in the same order; none goes beyond the stage."""
         transport = None if self.config.transport is None else self._plugins.build(self.config.transport)
         found: dict[Any, Groups] = {}
         gathers: dict[tuple[str, ...], tuple[Communicator, ...]] = {}
@@ -107,6 +111,15 @@ class FlexShard:
         return found
 
 
+def _matched_elsewhere(config: FlexShardConfig, table: ParameterTable, mesh: Mesh) -> list[str]:
+    """The buckets' globs that match in another pipeline stage, though not in this one."""
+    if mesh.sizes["pp"] == 1 or not config.buckets:
+        return []
+    missing = unmatched(config, table.values())
+    everywhere = mesh.comm("pp").gather_json(missing, "buckets of other stages")
+    return [glob for glob in missing if not all(glob in stage for stage in everywhere)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Phase:
     """Buckets that are updated together, and their trained parameters."""
@@ -119,10 +132,17 @@ class FlexShardModel:
     """See `intarsia.contracts.ShardedModel`; beyond it the lifecycle that a schedule drives (`drive`, `unshard`, `reshard`, `reduce`, `finalise`). Stability: provisional."""
 
     def __init__(
-        self, model: nn.Module, table: ParameterTable, buckets: list[Bucket], config: FlexShardConfig, lanes: Lanes, comm: Communicator
+        self,
+        model: nn.Module,
+        table: ParameterTable,
+        buckets: list[Bucket],
+        config: FlexShardConfig,
+        lanes: Lanes,
+        comm: Communicator,
+        copies: Copies,
     ) -> None:
-        self.buckets, self.lanes = buckets, lanes
-        self._model, self._config = model, config
+        self.buckets, self.lanes, self._copies = buckets, lanes, copies
+        self._model, self._config, self._gradient_dtype = model, config, getattr(torch, table.dtype)
         self._by_name = {bucket.name: bucket for bucket in buckets}
         self._reshard, self._poison, self._driven = True, config.debug, True
         self._last, self._any_unsynced = True, False
@@ -205,12 +225,13 @@ class FlexShardModel:
         if self.lanes.observer is not None:
             self.lanes.observer.clear()
         for bucket in reversed(self.buckets):
-            if bucket.reduction is not None and (bucket.open or bucket.reduction.has_gradients()):
+            if bucket.reduction is not None and (bucket.open or bucket.reduction.has_gradients()) and bucket.holders is None:
                 self._reduce(bucket)
             bucket.open = True
             bucket.forget_calls()
             if self._poison and not bucket.is_kept:
                 bucket.free(True)
+        self._reduce_copies()
         if wait:
             self._complete_all()
         self._entered.clear()
@@ -364,10 +385,19 @@ class FlexShardModel:
         bucket.running.clear()
         bucket.free(self._poison)
 
-    def reduce(self, name: str) -> None:
-        """Begin to sum a bucket's gradients over the ranks, those of earlier unsynchronised micro-batches included."""
+    def accumulate(self, name: str) -> None:
+        """Put aside what backward (or whoever writes `.grad`) has left on a bucket's whole parameters, in the reduction dtype: for schedules, between the backward passes of
+        micro-batches that are reduced together. All ranks of the bucket do, or none."""
         bucket = self._bucket(name)
+        self._any_unsynced = True
         if bucket.reduction is not None:
+            self._accumulate(bucket)
+
+    def reduce(self, name: str) -> None:
+        """Begin to sum a bucket's gradients over the ranks, those of earlier unsynchronised micro-batches included. A bucket that several pipeline stages have waits for
+        `finish_gradients`."""
+        bucket = self._bucket(name)
+        if bucket.reduction is not None and bucket.holders is None:
             self._reduce(bucket)
 
     def set_reshard(self, reshard: bool) -> None:
@@ -435,6 +465,19 @@ class FlexShardModel:
             takes_sums = is_early and bucket.is_split and getattr(self._early[0], "takes_sums", False)  # type: ignore[index]
             reduction.start(self._any_unsynced, lambda *sizes: grow_pack(self.buckets, reduction.pack, *sizes), then, takes_sums)
             self._pending.append(reduction)
+
+    def _reduce_copies(self) -> None:
+        """The gradients that several pipeline stages have a part of. All stages do this in one order."""
+        mine = {bucket.infos[0].name: bucket for bucket in self.buckets if bucket.holders is not None}
+        for name, holders in self._copies.holders.items():
+            if name in mine:
+                self._reduce(mine[name])
+                if not self.lanes.on_device:
+                    mine[name].reduction.complete()  # type: ignore[union-attr]
+            else:
+                self.lanes.enter(self.lanes.reduce)
+                holders.join(self._copies.nothing(self._gradient_dtype))
+                self.lanes.leave()
 
     def _complete_all(self) -> None:
         for reduction in self._pending:
@@ -575,6 +618,7 @@ class FlexShardModel:
                 for halves in self._halves:
                     halves.come()
             is_due = self._last or self._config.gradients == "sharded"
-            (self._reduce if is_due else self._accumulate)(bucket)
+            if bucket.holders is None or not is_due:  # What several stages have waits on the parameters for the step's end.
+                (self._reduce if is_due else self._accumulate)(bucket)
         if self.lanes.observer is not None:
             self.lanes.observer.leave("backward", bucket.name)
