@@ -7,7 +7,7 @@ before a sharder adds hooks and an engine compiles and recomputes; what makes gr
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from intarsia_parallel import tokens
 from intarsia_parallel.collectives import sum_both
 from intarsia_parallel.config import DeclaredConfig
+from intarsia_parallel.context import choose, parallel_context
+from intarsia_parallel.context.choose import cut_for
+from intarsia_parallel.context.cut import SequenceCut
 from intarsia_parallel.cuts import Cuts, cut_parameters, local_box
 from intarsia_parallel.table import Placed, inside, place, rows_of
 
@@ -36,6 +39,7 @@ class Declared:
     """See `intarsia.contracts.Paralleliser`."""
 
     def __init__(self, config: DeclaredConfig) -> None:
+        choose.check(config.context)
         self._config = config
 
     def apply(self, model: nn.Module, table: ParameterTable, mesh: Mesh, recipe: Recipe, sharding: Any) -> DeclaredParallel:
@@ -71,7 +75,10 @@ class Declared:
             _note_tokens(model)
             _install_cross_entropy(model, placed, groups)
         _install_logical(mesh)
-        return DeclaredParallel(self._config, mesh, model, self._split(model, table, mesh))
+        # What kinds of mixers a model has is asked of the whole of it: stages must agree.
+        parallel = DeclaredParallel(self._config, mesh, model, _roles_of(placed, table))
+        parallel.part = self._split(model, table, mesh, recipe)
+        return parallel
 
     def _prepare_roles(self, placed: Sequence[Placed], recipe: Recipe) -> None:
         """Roles that depend on the paralleliser's settings (experts on the dispatcher) take them by their method `prepare(config, recipe)`."""
@@ -80,7 +87,7 @@ class Declared:
             if prepare is not None:
                 prepare(self._config, recipe)
 
-    def _split(self, model: nn.Module, table: ParameterTable, mesh: Mesh) -> PipelinePart | None:
+    def _split(self, model: nn.Module, table: ParameterTable, mesh: Mesh, recipe: Recipe) -> PipelinePart | None:
         if mesh.sizes["pp"] == 1:
             return None
         try:
@@ -104,19 +111,26 @@ class Groups:
 
 
 class DeclaredParallel:
-    """See `intarsia.contracts.Parallel`."""
+    """See `intarsia.contracts.Parallel`. `roles` says for every parameter name which role decided on it, for messages."""
 
-    def __init__(self, config: DeclaredConfig, mesh: Mesh, model: nn.Module, part: PipelinePart | None) -> None:
-        self.part = part
-        self._config, self._mesh = config, mesh
+    def __init__(self, config: DeclaredConfig, mesh: Mesh, model: nn.Module, roles: Mapping[str, str]) -> None:
+        self.part: PipelinePart | None = None
+        self.roles = roles
+        self._config, self._comm = config, mesh.comm("cp")
+        self._method = cut_for(model)[0] if self._comm.size > 1 else ""
 
     def local(self, batch: Batch) -> Batch:
         """This rank's part of every row."""
-        return batch
+        return self._cut(batch.tokens_BS.shape[1]).local(batch, self._comm.rank) if self._method else batch
 
     def context(self, batch: Batch, windows: Sequence[int | None]) -> SequenceContext | None:
-        """The engine's own, without context parallelism."""
-        return None
+        """Mixers see whole rows; without context parallelism the engine's own context shows them."""
+        if not self._method:
+            return None
+        return parallel_context.build(self._config, batch, windows, self._cut(sum(batch.lengths[0]) if batch.lengths else 0), self._comm)
+
+    def _cut(self, length: int) -> SequenceCut:
+        return SequenceCut.of(length, self._comm.size, self._method)
 
 
 # ---------------------------------------------------------------- before anything is cut
@@ -199,6 +213,20 @@ def _note_tokens(model: nn.Module) -> None:
     tokens.notes(model)
     for block in model.regions().blocks:  # type: ignore[operator]
         tokens.notes(model.get_submodule(block))
+
+
+def _roles_of(placed: Sequence[Placed], table: ParameterTable) -> dict[str, str]:
+    """For every parameter the roles of its module, or of the nearest module around it that has one."""
+    roles: dict[str, list[str]] = {}
+    for each in placed:
+        roles.setdefault(each.name, []).append(each.role_name)
+    found = {}
+    for name in table:
+        place = name.rpartition(".")[0]
+        while place and place not in roles:
+            place = place.rpartition(".")[0]
+        found[name] = ", ".join(roles.get(place, ["none"]))
+    return found
 
 
 def _install_cross_entropy(model: Any, placed: Sequence[Placed], groups: Groups) -> None:

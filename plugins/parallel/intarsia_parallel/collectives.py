@@ -152,9 +152,7 @@ class _Sum(torch.autograd.Function):
 
 
 @_untraced
-def exchange(
-    x_ND: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], comm: Communicator, what: str = "exchange"
-) -> Tensor:
+def exchange(x_ND: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], comm: Communicator, what: str = "exchange") -> Tensor:
     """Rows by rank: the first `send_counts[0]` rows go to rank 0, and so on; the result has rank 0's rows first, `receive_counts[0]` of them. Backward: the
     gradients go the other way round. Rows may have any shape. Stability: provisional."""
     if comm.size == 1:

@@ -17,6 +17,10 @@ class DeclaredConfig(ParallelConfig):
     )
 
     # Context parallelism (context/).
+    context: str = chz.field(
+        default="auto",
+        doc="How softmax attention sees other ranks' tokens: ring, gather, ulysses, or auto, by the cost rule of `intarsia_parallel.context.choose`.",
+    )
 
     # Experts (experts/).
 
