@@ -1,0 +1,147 @@
+"""`intarsia parallel check`: does a family on a mesh compute what one process does? Torch is imported once everything that needs none has been checked."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import sys
+
+from intarsia import plugins
+from intarsia.config import Recipe, resolve
+from intarsia.errors import UsageError, did_you_mean
+from intarsia.mesh import AXES, check_mesh
+
+# Everything is compared in float32, where a wrong sum is far from rounding.
+_FLOAT32 = ("precision.master=float32", "precision.compute=float32", "precision.reduce=float32")
+
+# A row's tokens: odd, so that no degree divides it.
+SEQUENCE = 45
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is checked: rows of `sequence` tokens in packed documents, `rows` in each of `micro_batches` micro-batches on each data-parallel rank."""
+
+    sequence: int
+    rows: int
+    micro_batches: int
+    tolerance: float
+    device: str
+    seed: int
+    show_all: bool
+
+
+class ParallelCommand:
+    """Compares a mesh with one process."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The command's arguments."""
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        check = actions.add_parser(
+            "check",
+            help="build a small model on a mesh and on one process, and compare outputs, loss and every gradient",
+            description="Starts as many processes as the mesh has, builds the recipe's model on them and on one process from the same initial values, runs one step "
+            "on random packed documents in float32, and compares outputs, loss and every gradient by name.",
+        )
+        check.add_argument(
+            "subject", help="name of a family, whose recipe FAMILY/debug is taken, or any recipe whose model fits into memory"
+        )
+        check.add_argument(
+            "overrides", nargs="*", default=[], metavar="PATH=VALUE", help="overrides of the recipe, such as model.tied=true"
+        )
+        check.add_argument("--mesh", required=True, metavar="AXIS=N,...", help="degrees, such as tp=2,cp=2; others are 1")
+        check.add_argument("--schedule", metavar="NAME", help="pipeline schedule, for pp > 1 (default: the engine's)")
+        check.add_argument("--sequence", type=int, default=SEQUENCE, help=f"tokens in a row (default {SEQUENCE})")
+        check.add_argument("--rows", type=int, default=2, help="rows in a micro-batch on each data-parallel rank (default 2)")
+        check.add_argument(
+            "--micro-batches", type=int, metavar="N", help="micro-batches in the step (default 2; twice the stages for pp > 1)"
+        )
+        check.add_argument("--tolerance", type=float, default=1e-5, help="largest relative error that passes (default 1e-5)")
+        check.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs (default cpu: gloo)")
+        check.add_argument("--seed", type=int, default=0, help="seed of initial values and tokens")
+        check.add_argument("--all", action="store_true", help="print every parameter, not the worst ones only")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Start the ranks, or be one; the exit code is 1 where something differs."""
+        degrees = parse_mesh(arguments.mesh)
+        world = math.prod(size for axis, size in degrees.items() if axis in AXES)
+        recipe = recipe_of(arguments, degrees)
+        sizes = check_mesh(recipe.mesh, world)
+        for name in ("sequence", "rows"):
+            if getattr(arguments, name) < 1:
+                raise UsageError(f"--{name} is {getattr(arguments, name)}; it must be at least 1.")
+        if world > 1 and "WORLD_SIZE" not in os.environ:
+            loaded = plugins.current()
+            launch = loaded.target(loaded.registry("launcher").find("local"))
+            sys.stdout.flush()
+            return int(launch(_again(arguments), world))
+        plugins.verify_child()
+        if (present := int(os.environ.get("WORLD_SIZE", "1"))) != world:
+            raise UsageError(f"--mesh {arguments.mesh} is for {world} processes, and there are {present}.")
+        micro_batches = arguments.micro_batches or (2 * degrees.get("pp", 1) if degrees.get("pp", 1) > 1 else 2)
+        from intarsia_parallel import checking
+
+        settings = Settings(
+            arguments.sequence,
+            arguments.rows,
+            micro_batches,
+            arguments.tolerance,
+            arguments.device,
+            arguments.seed,
+            arguments.all,
+        )
+        return checking.check(recipe, sizes, settings)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`tp=2,cp=2` as degrees by axis. Raises UsageError."""
+    degrees: dict[str, int] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        axis, _, size = part.partition("=")
+        if axis not in (*AXES, "ep"):
+            raise UsageError(f"--mesh {text!r}: there is no axis {axis!r}. {did_you_mean(axis, (*AXES, 'ep'))}")
+        if not size.isdecimal() or int(size) < 1:
+            raise UsageError(f"--mesh {text!r}: the degree of {axis} is {size!r}; it must be a whole number from 1.")
+        degrees[axis] = int(size)
+    if not degrees:
+        raise UsageError("--mesh names no axis. Write degrees, such as tp=2,cp=2.")
+    return degrees
+
+
+def recipe_of(arguments: argparse.Namespace, degrees: dict[str, int]) -> Recipe:
+    """The recipe that is checked: float32, on this mesh; what the user overrides comes last. Raises UsageError for a family without a debug recipe."""
+    registry = plugins.current().registry
+    subject = arguments.subject
+    families = {entry.name for entry in registry("model").entries()}
+    recipes = [entry.name for entry in registry("recipe").entries()]
+    if subject in families:
+        mine = [name for name in recipes if name.startswith(f"{subject}/")]
+        if f"{subject}/debug" not in mine:
+            known = f"Name one of its recipes ({', '.join(mine)})" if mine else "Name a recipe"
+            raise UsageError(
+                f"The family {subject!r} has no recipe {subject}/debug to check. {known}, and make its model small by overrides."
+            )
+        subject = f"{subject}/debug"
+    mesh = [f"mesh.{axis}={degrees.get(axis, 1)}" for axis in (*AXES, "ep")]
+    engine = []
+    if degrees.get("pp", 1) > 1:
+        engine = ["engine=pipeline"] + ([f"engine.schedule={arguments.schedule}"] if arguments.schedule else [])
+    elif arguments.schedule:
+        raise UsageError(f"--schedule {arguments.schedule} orders a pipeline's stages: add pp to --mesh.")
+    sharder = [] if math.prod(degrees.values()) == 1 else ["sharder=flexshard"]
+    overrides = [*_FLOAT32, *mesh, *engine, *sharder, f"train.seed={arguments.seed}", *arguments.overrides]
+    return resolve(subject, overrides, []).recipe
+
+
+def _again(arguments: argparse.Namespace) -> list[str]:
+    """The command line of a rank."""
+    words = ["parallel", "check", arguments.subject, *arguments.overrides, "--mesh", arguments.mesh]
+    for name in ("schedule", "sequence", "rows", "micro_batches", "tolerance", "device", "seed"):
+        value = getattr(arguments, name)
+        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+    return [*words, *(["--all"] if arguments.all else [])]
+
+
+command = ParallelCommand()
