@@ -16,6 +16,7 @@ from intarsia.checkpoint.planning import READ_BYTES, SKIP_BYTES, plan_reads
 from intarsia.contracts import Box, Member, Piece, StateItem
 from intarsia.errors import UsageError
 from intarsia.layout import Layout, build_layouts, region_numel
+from intarsia.mesh import coordinates, full_sizes
 from intarsia.plugins import current
 from intarsia_placements.config import Block, Column, Flat, Mixed, MixedRule, Owned, Replicate, Row
 from intarsia_testing.communicator import run_ranks
@@ -56,13 +57,27 @@ def holder(layouts: dict[str, Layout], rank: int, filled: bool) -> Holder:
     return Holder(*items, StateItem("a", "n", "replicated", 3))
 
 
+def mesh_of(steps: Steps) -> dict[str, int]:
+    """The mesh whose ranks the steps' axes are."""
+    sizes = {axis: size for axis, size, _ in steps}
+    return sizes if "ep" not in sizes else {"dp_shard": sizes["ep"] * sizes["ep_shard"], "ep": sizes["ep"]}
+
+
+def place(steps: Steps, rank: int) -> int:
+    """A process's rank in the layouts, which cut in the order of the steps, whatever the order of the mesh's axes."""
+    index, places = 0, coordinates(full_sizes(mesh_of(steps)), rank)
+    for axis, size, _ in steps:
+        index = index * size + places[axis]
+    return index
+
+
 def save(storage: MemoryStorage, steps: Steps) -> None:
     """One save by as many ranks as the steps say."""
     layouts = layouts_of(steps)
 
     def work(comm: Any) -> None:
-        manager = OverStorage(storage, comm, {"mesh": {axis: size for axis, size, _ in steps}})
-        manager.save(1, [holder(layouts, comm.rank, True)])
+        manager = OverStorage(storage, comm, {"mesh": mesh_of(steps)})
+        manager.save(1, [holder(layouts, place(steps, comm.rank), True)])
         manager.wait()
         manager.close()
 
@@ -74,10 +89,10 @@ def check_load(storage: MemoryStorage, steps: Steps) -> None:
     layouts = layouts_of(steps)
 
     def work(comm: Any) -> None:
-        manager = OverStorage(storage, comm, {"mesh": {axis: size for axis, size, _ in steps}})
+        manager = OverStorage(storage, comm, {"mesh": mesh_of(steps)})
         ref = manager.latest(verify=False)
         assert ref is not None
-        own, want = holder(layouts, comm.rank, False), holder(layouts, comm.rank, True)
+        own, want = holder(layouts, place(steps, comm.rank), False), holder(layouts, place(steps, comm.rank), True)
         manager.load(ref, [own], verify=False)
         for item, expected in zip(own.items[:-1], want.items[:-1], strict=True):
             assert torch.equal(item.value, expected.value), (item.name, comm.rank, steps)
@@ -111,6 +126,7 @@ def test_composed_axes_and_replicas() -> None:
         [("tp", 2, row), ("dp_shard", 3, flat)],
         [("dp_replicate", 2, "replicate"), ("dp_shard", 2, row), ("tp", 2, column)],
         [("dp_shard", 4, owned)],
+        [("ep", 2, row), ("ep_shard", 2, flat)],
         [("dp_shard", 1, row)],
     ]
     for source in meshes:

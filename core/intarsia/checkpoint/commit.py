@@ -123,8 +123,11 @@ def part_json(written: WrittenPart, heads: Mapping[str, Any], values: Mapping[st
     return {"files": files, "pieces": pieces, "heads": dict(heads), "values": dict(values)}
 
 
-def merge_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The manifest's files, tensors and values. CheckpointError where ranks contradict each other, naming item and ranks."""
+def merge_parts(parts: list[dict[str, Any]], stages: int = 1) -> dict[str, Any]:
+    """The manifest's files, tensors and values. CheckpointError where ranks contradict each other, naming item and ranks.
+
+    What is equal on all ranks may be missing on all ranks of a pipeline stage, of which there are `stages`; the first stage that has it gives it.
+    """
     files: dict[str, Any] = {}
     heads: dict[str, tuple[int, dict[str, Any]]] = {}
     pieces: dict[str, list[Any]] = {}
@@ -138,7 +141,8 @@ def merge_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
             if known != head:
                 raise CheckpointError(f"{key!r} must be equal on all ranks, and differs: on rank {first} {known}, on rank {rank} {head}")
         for key, boxes in part["pieces"].items():
-            pieces.setdefault(key, []).extend(boxes)
+            if heads[key][1]["kind"] != "replicated" or key not in pieces:
+                pieces.setdefault(key, []).extend(boxes)
         for key, value in part["values"].items():
             kind, merged = heads[key][1]["kind"], values.setdefault(key, {})
             for name, inner in (value if kind == "keyed" else {str(rank) if kind == "rank" else "the value": value}).items():
@@ -147,10 +151,13 @@ def merge_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
                         f"{key!r} of kind {kind} must be equal on all ranks, and {name!r} differs: it is {describe(merged[name])} on an "
                         f"earlier rank and {describe(inner)} on rank {rank}"
                     )
-    for key, (first, head) in heads.items():
-        lacking = [rank for rank, part in enumerate(parts) if head["kind"] == "replicated" and key not in part["heads"]]
-        if lacking:
-            raise CheckpointError(f"{key!r} of kind replicated must be on all ranks; rank {first} has it, rank {lacking[0]} has not")
+    size = len(parts) // stages
+    for key, (_, head) in heads.items():
+        for start in range(0, len(parts), size) if head["kind"] == "replicated" else ():
+            here = [key in part["heads"] for part in parts[start : start + size]]
+            if any(here) and not all(here):
+                has, lacks = start + here.index(True), start + here.index(False)
+                raise CheckpointError(f"{key!r} of kind replicated must be on all ranks; rank {has} has it, rank {lacks} has not")
     plain = {key: {name: field for name, field in head.items() if name != "sha256"} for key, (_, head) in heads.items()}
     tensors = {key: head | {"pieces": pieces.get(key, [])} for key, head in plain.items() if key not in values}
     whole = {key: value["the value"] if plain[key]["kind"] == "replicated" else value for key, value in values.items()}
@@ -171,7 +178,14 @@ def publish(
     """Make the temporary folder the newest checkpoint, of what is in `parts` and the merged `values`. Durable when this returns."""
     complete, skipped = scan(storage, base)
     serial = 1 + max((ref.serial for ref in complete), default=0)
-    value = {"format": FORMAT, "version": VERSION, "serial": serial, "time_s": time.time(), **head, **merge_parts(parts)}
+    value = {
+        "format": FORMAT,
+        "version": VERSION,
+        "serial": serial,
+        "time_s": time.time(),
+        **head,
+        **merge_parts(parts, head["facts"].get("mesh", {}).get("pp", 1)),
+    }
     value["values"] |= values or {}
     manifest = from_json(value, f"the manifest of {temporary}")
     data = encode(value)

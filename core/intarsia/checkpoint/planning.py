@@ -10,6 +10,7 @@ from intarsia.checkpoint.manifest import TensorRecord
 from intarsia.contracts import Box, Piece, Region
 from intarsia.errors import PluginError
 from intarsia.layout import DTYPE_BYTES, Layout
+from intarsia.mesh import AXES, coordinates, copies_along, full_sizes
 
 # A read is cut into pieces of at most this, where the tensor's rows allow.
 READ_BYTES = 64 << 20
@@ -21,25 +22,25 @@ SKIP_BYTES = 256 << 10
 def layout_rank(layout: Layout, mesh: Mapping[str, int], rank: int, world: int, key: str) -> tuple[int, bool]:
     """This process's rank in `layout`, and whether it is the first of those that hold the same by axes that the layout does not know.
 
-    `mesh` has the sizes of the mesh's axes, outermost first. A layout over as many ranks as there are processes needs no mesh; a
-    layout without axes is the same everywhere. PluginError where the layout's axes are not the mesh's.
+    `mesh` has the sizes of the mesh's axes (`intarsia.mesh`; those of size 1 may be left out). What a layout without the axis `pp` describes belongs to
+    this rank's pipeline stage. A layout over as many ranks as there are processes needs no mesh. PluginError where the layout's axes are not the mesh's.
     """
-    if layout.ranks == world:
-        return rank, True
-    if layout.ranks == 1:
-        return 0, rank == 0
-    coordinates: dict[str, int] = {}
-    rest = rank
-    for name, size in reversed(list(mesh.items())):
-        rest, coordinates[name] = divmod(rest, size)
-    if math.prod(mesh.values()) != world or any(mesh.get(name) != size for name, size in layout.axes):
+    sizes = full_sizes(mesh)
+    if math.prod(sizes[axis] for axis in AXES) != world or any(sizes.get(name) != size for name, size in layout.axes):
+        if layout.ranks in (1, world):
+            return rank % layout.ranks, layout.ranks == world or rank == 0
         raise PluginError(
             f"The state item {key!r} has a layout over the axes {dict(layout.axes)}, which are not axes of the mesh {dict(mesh)} of {world} processes."
         )
-    index = 0
+    places, index = coordinates(sizes, rank), 0
     for name, size in layout.axes:
-        index = index * size + coordinates.pop(name)
-    return index, not any(coordinates.values())
+        index = index * size + places[name]
+    return index, not any(places[axis] for axis in copies_along(name for name, _ in layout.axes))
+
+
+def first_of_stage(mesh: Mapping[str, int], rank: int, world: int) -> bool:
+    """Whether this process writes what is equal on all ranks of its pipeline stage."""
+    return rank % (world // mesh.get("pp", 1)) == 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from intarsia.checkpoint.manifest import TensorRecord, tensor_head
-from intarsia.checkpoint.planning import Read, layout_rank, plan_reads
+from intarsia.checkpoint.planning import Read, first_of_stage, layout_rank, plan_reads
 from intarsia.contracts import Box, Region, Stateful, StateItem
 from intarsia.errors import CheckpointError, PluginError
 from intarsia.layout import DTYPE_BYTES, region_numel, region_parts, whole_region
@@ -90,7 +90,7 @@ def stage(items: Iterable[StateItem], step: int, rank: int, world: int, mesh: Ma
         pieces = _stage_tensor(item, staged, rank, world, mesh)
         if item.kind == "replicated":
             staged.replicated[item.key] = pieces[0][1] if pieces else torch.empty(0)
-        if pieces and (rank == 0 or item.kind != "replicated"):
+        if pieces and (first_of_stage(mesh, rank, world) or item.kind != "replicated"):
             name = f"{item.name}@rank{rank}" if item.kind == "rank" else item.name
             staged.tensors.append((dataclasses.replace(item, name=name, value=None), pieces))
         devices |= {item.value.device} if item.value.is_cuda else set()
@@ -107,7 +107,7 @@ def _stage_tensor(item: StateItem, staged: Staged, rank: int, world: int, mesh: 
     else:
         shape, local = local_region(item, mesh, rank, world)
         index, first = layout_rank(item.layout, mesh, rank, world, key)
-        region = item.layout.primary(index) if first else ()
+        region = item.layout.primary(index) if first and not item.is_copy else ()
     own = rank if item.kind == "rank" else None
     head = TensorRecord(item.owner, item.name, item.kind, item.version, shape, dtype, (), own)
     staged.records[head.key] = head

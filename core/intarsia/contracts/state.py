@@ -20,14 +20,15 @@ class StateItem:
 
     * `tensor`: `value` is this rank's local torch tensor (its storage holds the layout's local region in storage order; the shape
       may be the local box's or flat), `layout` says which part of the global tensor it is. Only primaries are written.
-    * `replicated`: `value` is JSON or a tensor, equal on all ranks; equality is checked at save.
+    * `replicated`: `value` is JSON or a tensor, equal on all ranks, or on all of the pipeline stages that have it; equality is checked at save.
     * `keyed`: `value` is a JSON object; the objects of all ranks are merged by key (equal keys must agree) and each rank
       gets the whole merged object back. Keys are global, never ranks.
     * `rank`: `value` is JSON or a tensor of this rank alone (random-generator state); exact on the same mesh, elsewhere the owner is told that it
       is missing and rederives with a warning.
 
     `name` is unique within `owner` (a component's dotted name, `model`, `optimizer`, `data`, or a distribution's name). `version` is the
-    schema's, handed to `migrate` when it differs.
+    schema's, handed to `migrate` when it differs. Items may differ from pipeline stage to pipeline stage. `is_copy`: another stage has this tensor too and writes
+    it; loading fills both.
     """
 
     owner: str
@@ -36,6 +37,7 @@ class StateItem:
     value: Any
     layout: Layout | None = None
     version: int = 1
+    is_copy: bool = False
 
     @property
     def key(self) -> str:

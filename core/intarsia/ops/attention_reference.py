@@ -96,7 +96,7 @@ def attention(
     if positions_q_BS is None:
         positions_q_BS = torch.arange(keys - queries, keys, device=q_BSHD.device)[None]
     out = []
-    for start in range(0, queries, chunk):
+    for start in range(0, max(1, queries), chunk):  # gradients of nothing are zeros, not absent
         chosen = slice(start, start + chunk)
         documents = None if documents_q_BS is None else documents_q_BS[:, chosen]
         mask = (window, documents, documents_k_BT, positions_q_BS[:, chosen], positions_k_BT)

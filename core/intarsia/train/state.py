@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from intarsia.parameters import ParameterTable
 
 
-def _layout(table: ParameterTable, name: str, tensor: torch.Tensor) -> Any:
-    return dataclasses.replace(table[name].layout, dtype=str(tensor.dtype).removeprefix("torch."))  # type: ignore[type-var]
+def _tensor_item(owner: str, name: str, table: ParameterTable, parameter: str, tensor: torch.Tensor) -> StateItem:
+    """What is laid out as a parameter is, in a dtype of its own."""
+    info = table[parameter]
+    layout: Any = dataclasses.replace(info.layout, dtype=str(tensor.dtype).removeprefix("torch."))  # type: ignore[type-var]
+    return StateItem(owner, name, "tensor", tensor, layout, is_copy=info.is_copy)
 
 
 class ModelState:
@@ -40,13 +43,17 @@ class ModelState:
     def state(self) -> list[StateItem]:
         """See `intarsia.contracts.Stateful`."""
         masters = self._sharded.masters().items()
-        items = [StateItem("model", name, "tensor", value.detach(), _layout(self._table, name, value)) for name, value in masters]
+        items = [_tensor_item("model", name, self._table, name, value.detach()) for name, value in masters]
         return items + [StateItem("model", name, "replicated", buffer) for name, buffer in self._buffers().items()]
 
     def fill(self, weights: WeightReader) -> None:
         """Take weights of the same names and shapes; each rank reads only the boxes that it stores. CheckpointError lists what does not fit."""
         items = {item.name: item for item in self.state()}
-        check_fit(weights, {name: tuple((item.layout or item.value).shape) for name, item in items.items()})
+        wanted, mesh = {name: tuple((item.layout or item.value).shape) for name, item in items.items()}, self._table.mesh
+        if mesh is not None and mesh.sizes["pp"] > 1:  # The other stages' parts belong to the model as well.
+            everywhere = mesh.world.gather_json(wanted, what="names of the model")
+            wanted = {name: tuple(shape) for each in everywhere for name, shape in each.items()}
+        check_fit(weights, wanted)
         for name, item in items.items():
             region = whole_region(item.value.shape) if item.layout is None else item.layout.local(self._table.rank_in(item.layout))
             offset, flat = 0, item.value.view(-1)
@@ -75,8 +82,9 @@ class OptimizerState:
         items = []
         for parameter, slots in self._optimizer.slots().items():
             for slot, tensor in slots.items():
-                layout = _layout(self._table, parameter, tensor) if tensor.ndim else None
-                items.append(StateItem("optimizer", f"{parameter}/{slot}", "tensor" if tensor.ndim else "replicated", tensor, layout))
+                name = f"{parameter}/{slot}"
+                scalar = StateItem("optimizer", name, "replicated", tensor)
+                items.append(_tensor_item("optimizer", name, self._table, parameter, tensor) if tensor.ndim else scalar)
         return items
 
     def load_state(self, values: Mapping[str, Any], missing_rank_state: bool = False) -> None:
