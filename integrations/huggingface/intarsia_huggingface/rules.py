@@ -52,7 +52,7 @@ def expand(
         _check(rule)
         found = LAYER.search(rule.theirs)
         first = _size(rule, found[1], sizes) if found and found[1] else 0
-        count = _size(rule, rule.heads, sizes) if rule.op == "copy" else layers
+        count = (sizes or {}).get(rule.heads, 0) if rule.op == "copy" else layers
         for i in range(count) if found else (0,):
             ours = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
             ours = tuple(name.replace("{i}", str(i)) for name in ours)

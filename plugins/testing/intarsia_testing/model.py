@@ -18,11 +18,13 @@ from typing import Any, ClassVar
 import torch
 from intarsia import ops
 from intarsia.config import ModelConfig
-from intarsia.contracts import Box, Entry, Mixer, ModelEntry
+from intarsia.contracts import Batch, Box, Entry, Mixer, ModelEntry
 from intarsia.errors import PluginError
-from intarsia.parameters import ParameterTable
+from intarsia.layout import whole_region
+from intarsia.parameters import ParameterTable, fill_region
 from intarsia.plugins import current, import_reference
 from intarsia_eager.context import TrainContext
+from intarsia_eager.following import FOLLOWING, with_following
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -81,6 +83,27 @@ def packed_context(lengths: tuple[tuple[int, ...], ...]) -> TrainContext:
     return TrainContext(positions_of(documents_BS), documents_BS, lengths)
 
 
+def following_of(model: nn.Module, tokens_BS: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Tensor | None:
+    """The tokens further on, [B, S, K], for a model that predicts so far ahead."""
+    depth = int(getattr(model, "predicts_ahead", 0))  # type: ignore[arg-type]
+    documents_BS = documents_of(lengths)
+    batch = Batch(tokens_BS, tokens_BS, positions_of(documents_BS), documents_BS, lengths)
+    return with_following(batch, depth).extra.get(FOLLOWING) if depth else None
+
+
+def predictions(model: Any, tokens_BS: Tensor, lengths: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
+    """The hidden states that predict the next token of packed documents, then those of each depth further ahead."""
+    context = packed_context(lengths)
+    context.following_BSK = following_of(model, tokens_BS, lengths)
+    hidden = model(tokens_BS, context)
+    return hidden if isinstance(hidden, tuple) else (hidden,)
+
+
+def outputs(model: Any, tokens_BS: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Tensor:
+    """All `predictions`, one behind the other along the width."""
+    return torch.cat(predictions(model, tokens_BS, lengths), -1)
+
+
 def fill(model: nn.Module, seed: int = 0, std: float | None = None) -> nn.Module:
     """Fill a model's parameters as a run does: by the ParameterTable, from the seed and their names alone. `std` adds noise of that size, so that
     nothing is hidden by weights that start at zero or one."""
@@ -91,6 +114,10 @@ def fill(model: nn.Module, seed: int = 0, std: float | None = None) -> nn.Module
             table.fill(name, (Box.whole(tuple(parameter.shape)),), parameter.data.view(-1), seed)
             if std is not None:
                 parameter.add_(std * torch.randn(parameter.shape, generator=noise))
+        inits = model.inits()  # type: ignore[operator]
+        for name, buffer in model.named_buffers():
+            if name in inits:
+                fill_region(name, buffer.shape, inits[name], whole_region(buffer.shape), buffer, seed)
     model.fill_buffers()  # type: ignore[operator]
     return model
 
@@ -163,7 +190,7 @@ class ModelConformance(Conformance):
             for other in others:
                 _set_parameter(model, other, model.get_parameter(canonical))
         fill(model, 0, 0.02)
-        hidden = [m(self._tokens(), packed_context(LENGTHS)) for m in (model, real)]
+        hidden = [outputs(m, self._tokens(), LENGTHS) for m in (model, real)]
         keep(
             "buffers",
             torch.equal(*hidden),
@@ -204,7 +231,7 @@ class ModelConformance(Conformance):
         keep("regions", not nested and len(set(regions.blocks)) == len(regions.blocks), f"blocks overlap: {nested[:3]}.")
         seen: list[str] = []
         hooks = [modules[name].register_forward_hook(lambda *_, name=name: seen.append(name)) for name in regions.blocks]
-        model(self._tokens(), packed_context(LENGTHS))
+        predictions(model, self._tokens(), LENGTHS)
         for hook in hooks:
             hook.remove()
         keep(
@@ -232,11 +259,11 @@ class ModelConformance(Conformance):
         """Packed documents give what each gives alone."""
         model, tokens_BS = self._model(), self._tokens()
         with torch.no_grad():
-            packed_BSD = model(tokens_BS, packed_context(LENGTHS))
+            packed_BSD = outputs(model, tokens_BS, LENGTHS)
             for b, row in enumerate(LENGTHS):
                 start = 0
                 for length in row:
-                    alone = model(tokens_BS[b : b + 1, start : start + length], packed_context(((length,),)))
+                    alone = outputs(model, tokens_BS[b : b + 1, start : start + length], ((length,),))
                     sentence = f"document of {length} tokens at {start} in row {b} gives other hidden states packed than alone: positions must restart and mixers must stop at its start"
                     self._close("packing", packed_BSD[b : b + 1, start : start + length], alone, sentence)
                     start += length
@@ -260,12 +287,12 @@ class ModelConformance(Conformance):
         """A row gives the same alone and in a batch."""
         model, tokens_BS = self._model(), self._tokens()
         with torch.no_grad():
-            all_BSD = model(tokens_BS, packed_context(LENGTHS))
+            all_BSD = outputs(model, tokens_BS, LENGTHS)
             for b, row in enumerate(LENGTHS):
                 self._close(
                     "rows",
                     all_BSD[b : b + 1],
-                    model(tokens_BS[b : b + 1], packed_context((row,))),
+                    outputs(model, tokens_BS[b : b + 1], (row,)),
                     f"row {b} depends on the other rows of its batch",
                 )
 
@@ -285,8 +312,9 @@ class ModelConformance(Conformance):
     def test_every_parameter_gets_a_gradient(self) -> None:
         """Backward reaches every trainable parameter, with finite numbers."""
         model, tokens_BS = self._model(), self._tokens()
-        hidden_BSD = model(tokens_BS, packed_context(LENGTHS))
-        ops.cross_entropy(hidden_BSD.flatten(0, 1), model.head_weight_VD, tokens_BS.roll(-1, 1).flatten()).backward()
+        labels_N = tokens_BS.roll(-1, 1).flatten()
+        hidden = predictions(model, tokens_BS, LENGTHS)
+        torch.stack([ops.cross_entropy(each.flatten(0, 1), model.head_weight_VD, labels_N) for each in hidden]).sum().backward()
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         unused = [name for name, p in trainable.items() if p.grad is None]
         keep("gradients", not unused, f"{unused[:3]} get no gradient: they are not used, or cut off.")
@@ -299,8 +327,8 @@ class ModelConformance(Conformance):
         """Cast to bfloat16, hidden states are bfloat16 and near the float32 ones."""
         model, tokens_BS = self._model(), self._tokens()
         with torch.no_grad():
-            exact = model(tokens_BS, packed_context(LENGTHS))
-            rough = model.bfloat16()(tokens_BS, packed_context(LENGTHS))
+            exact = outputs(model, tokens_BS, LENGTHS)
+            rough = outputs(model.bfloat16(), tokens_BS, LENGTHS)
         keep(
             "dtype",
             rough.dtype == torch.bfloat16,
@@ -318,7 +346,8 @@ class ModelConformance(Conformance):
     def test_mixers_declare_their_caches(self) -> None:
         """Whatever calls the context is a module of that name with a `cache_spec` that fits."""
         model, documents_BS = self._model(), documents_of(LENGTHS)
-        context = RecordingContext(positions_of(documents_BS), documents_BS, LENGTHS)
+        following_BSK = following_of(model, self._tokens(), LENGTHS)
+        context = RecordingContext(positions_of(documents_BS), documents_BS, LENGTHS, (None,), following_BSK)
         model(self._tokens(), context)
         keep(
             "mixers",
@@ -350,7 +379,8 @@ class ModelConformance(Conformance):
         keep("flops", claimed > 0, f"`flops_per_token({tokens})` is {claimed}.")
         reference = {name: ops.Choice("reference", "counting") for name in ops.operators()}
         with ops.installed(reference), FlopCounterMode(display=False) as counter:
-            model.project(model(tokens_BS, packed_context(((tokens,),) * len(LENGTHS)))).sum().backward()
+            hidden = predictions(model, tokens_BS, ((tokens,),) * len(LENGTHS))
+            torch.stack([model.project(each).sum() for each in hidden]).sum().backward()
         counted = counter.get_total_flops() / tokens_BS.numel()
         keep("flops", 0.7 < claimed / counted < 1.1, f"`flops_per_token({tokens})` is {claimed:.4g} and torch counts {counted:.4g}.")
         keep("flops", model.flops_per_token(2 * tokens) >= claimed, "longer sequences cost fewer FLOPs for a token.")
@@ -371,12 +401,15 @@ class ModelConformance(Conformance):
             _shape_config(back) == _shape_config(config),
             f"config -> theirs -> ours gives another config: {back} instead of {config}.",
         )
-        ours = dict(model.named_parameters())
+        transient = {f"{prefix}.{name}" for prefix, module in model.named_modules() for name in module._non_persistent_buffers_set}
+        kept = {name: buffer for name, buffer in model.named_buffers() if name not in transient}
+        ours = {**dict(model.named_parameters()), **kept}
         aliases = {other: canonical for canonical, *others in model.regions().ties for other in others}
         sizes = {key: value for key, value in theirs.items() if isinstance(value, int)}
         rows_of = {name: tensor.shape[0] for name, tensor in model.named_parameters() if tensor.dim()}
         experts = sizes.get(table.extra.get("experts_field", ""), 0)
-        settings: dict[str, Any] = {"sizes": sizes, "aliases": aliases, "rows_of": rows_of, "experts": experts}
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | set(kept)
+        settings: dict[str, Any] = {"sizes": sizes, "aliases": aliases, "rows_of": rows_of, "experts": experts, "names": names}
         layers = len(model.regions().blocks)
         exported = apply_rules(table, ours, layers, "export", **settings)
         imported = apply_rules(table, exported, layers, "import", **settings)

@@ -124,7 +124,7 @@ class LanguageModel(nn.Module):
         return Regions(blocks=blocks, compile=blocks, ties=ties)
 
     def inits(self) -> Mapping[str, Init]:
-        """Every parameter's start, as the component that owns it says."""
+        """The start of every parameter, and of the buffers that are drawn, as the component that owns it says."""
         found: dict[str, Init] = {}
         for prefix, module in self.named_modules():
             say = getattr(module, "inits", None)
@@ -135,6 +135,7 @@ class LanguageModel(nn.Module):
         if missing:
             owner = type(self.get_submodule(missing[0].rpartition(".")[0])).__name__
             raise PluginError(f"Parameter {missing[0]} has no initial value: its module {owner} needs a method `inits()` that names it.")
+        names += [name for name, _ in self.named_buffers() if name in found]
         return {name: found[name] for name in names}
 
     def fill_buffers(self) -> None:

@@ -6,12 +6,13 @@ what comes out in its place, forward and backward, is 0. The opaque operators ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from intarsia.ops.float8 import dequantise
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -59,6 +60,12 @@ def weight_gradient(grad_MO: Tensor, x_MI: Tensor, counts_E: Tensor) -> Tensor:
 @weight_gradient.register_fake
 def _(grad_MO: Tensor, x_MI: Tensor, counts_E: Tensor) -> Tensor:
     return x_MI.new_empty(counts_E.shape[0], grad_MO.shape[1], x_MI.shape[1])
+
+
+@register_flop_formula([torch.ops.intarsia.grouped_product, torch.ops.intarsia.grouped_weight_gradient])
+def _flops(one: Sequence[int], other: Sequence[int], counts_E: Sequence[int], *, out_shape: Sequence[int], **_: Any) -> int:
+    """As if every row were in a group: counting has shapes alone."""
+    return 2 * one[0] * one[1] * other[1]
 
 
 def grouped(product: Product, weight_gradient: Product) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
