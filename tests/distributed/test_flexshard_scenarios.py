@@ -793,7 +793,7 @@ class Sums(torch.autograd.Function):
 
 
 class Sliced(nn.Module):
-    """x + down(gelu(up(norm x))), of whose hidden units this process has `hidden`."""
+    """x + down(gelu(up(norm x))) + after, of whose hidden units this process has `hidden`. Gradients of what is not cut are partial sums over the processes."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -803,8 +803,8 @@ class Sliced(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 8]."""
-        y = functional.gelu(self.up(SumsGradients.apply(self.norm(x), self.comm)))
-        return x + Sums.apply(self.down(y), self.comm) + self.after
+        y = functional.gelu(self.up(self.norm(SumsGradients.apply(x, self.comm))))
+        return x + Sums.apply(self.down(y) + self.after / self.comm.size, self.comm)
 
 
 class SlicedStack(nn.Module):
@@ -822,7 +822,7 @@ class SlicedStack(nn.Module):
 
 
 def case4_tensor_parallel(world: Communicator) -> list[str]:
-    """[38] Columns and rows cut over tp 2, what is left cut again over dp_shard 2: gradients, their norm and three steps are those of one process."""
+    """[38] Columns and rows cut over tp 2, what is left cut again over dp_shard 2, what they leave whole over both: gradients, their norm and three steps are those of one process."""
     by_row, by_column = (current().build(config) for config in (Row(), Column()))
     # The world's neighbours; 13 hidden units are 7 and 6.
     tp, found = world.rank % 2, []

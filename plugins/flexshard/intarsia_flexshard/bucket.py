@@ -10,10 +10,9 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from intarsia.comm import Communicator
 from intarsia.contracts import ALIGNMENT_BYTES, Box, Member, Partition, Placement, Region
 from intarsia.errors import PluginError, UsageError
 from intarsia.layout import DTYPE_BYTES, Layout, build_layouts, region_numel, whole_region
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from intarsia_flexshard.assign import BucketSpec, member_of
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.copies import Holders
+from intarsia_flexshard.groups import Groups
 from intarsia_flexshard.halves import WaitingHalves
 from intarsia_flexshard.hooks import Call, Inputs
 from intarsia_flexshard.lanes import Lanes
@@ -34,14 +34,6 @@ from intarsia_flexshard.recorded import Recorded, record
 from intarsia_flexshard.reduction import Reduction
 from intarsia_flexshard.ring import Slot
 from intarsia_flexshard.wire import make_wire, tile_of
-
-
-class Groups(NamedTuple):
-    """The groups of a bucket: of its shards, once for gathers and once for reductions so that neither queues behind the other, and of its replicas."""
-
-    gather: Communicator
-    reduce: Communicator
-    replicas: Communicator
 
 
 class BalancedPlacement:

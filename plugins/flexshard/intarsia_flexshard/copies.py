@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from intarsia.comm import Communicator
 from intarsia.mesh import Mesh
-from intarsia.parameters import ParameterInfo
+from intarsia.parameters import ParameterInfo, ParameterTable
 from torch import Tensor
+
+from intarsia_flexshard.assign import unmatched
+from intarsia_flexshard.config import FlexShardConfig
 
 
 class Holders:
@@ -42,9 +45,11 @@ class Holders:
 
 
 class Copies:
-    """All such parameters of a pipeline, trained ones only, in an order that is the same in all stages. A collective of the pipeline where there is one."""
+    """All such parameters of a pipeline, trained ones only, in an order that is the same in all stages; `stage` are this stage's ranks. A collective of the pipeline where
+    there is one."""
 
     def __init__(self, infos: Iterable[ParameterInfo], mesh: Mesh) -> None:
+        self.stage = mesh.stage
         self.holders: dict[str, Holders] = {}
         if mesh.sizes["pp"] == 1:
             return
@@ -69,3 +74,12 @@ class Copies:
     def nothing(self, dtype: torch.dtype) -> Tensor:
         """A tensor without elements that the pipeline's group can send."""
         return torch.empty(0, dtype=dtype, device=self._pipeline.device)
+
+
+def matched_elsewhere(config: FlexShardConfig, table: ParameterTable, mesh: Mesh) -> list[str]:
+    """The buckets' globs that match in another pipeline stage, though not in this one."""
+    if mesh.sizes["pp"] == 1 or not config.buckets:
+        return []
+    missing = unmatched(config, table.values())
+    everywhere = mesh.comm("pp").gather_json(missing, "buckets of other stages")
+    return [glob for glob in missing if not all(glob in stage for stage in everywhere)]

@@ -14,6 +14,7 @@ from intarsia_flexshard.hooks import in_backward
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.memory import make_memory
 from intarsia_flexshard.ring import make_slots
+from intarsia_flexshard.sharing import turns_of
 
 logger = logging.getLogger("intarsia.flexshard")
 
@@ -26,7 +27,7 @@ def needs_weights(module: nn.Module) -> bool:
 class Gathers:
     """The moving side of a sharded model's buckets.
 
-    `order` are the buckets that take turns in rings, in execution order, `kept` those that stay whole to the step's end. `epoch` counts updates. `is_stale` says that the
+    `order` are the buckets that take turns in rings, in execution order, `turns` the same as they are needed together, `kept` those that stay whole to the step's end. `epoch` counts updates. `is_stale` says that the
     masters have changed since they were last encoded, `is_fence_due` that nobody has told the others so.
     """
 
@@ -34,7 +35,10 @@ class Gathers:
         self.buckets, self._lanes, self._comm, self.poison = list(buckets), lanes, comm, poison
         self.order = [bucket for bucket in buckets if not (bucket.is_alias or bucket.is_kept)]
         self.kept = [bucket for bucket in buckets if bucket.is_kept and not bucket.is_alias]
-        self._place = {bucket.name: place for place, bucket in enumerate(self.order)}
+        self._place = dict(zip((bucket.name for bucket in self.order), turns_of([bucket.drivers for bucket in self.order]), strict=True))
+        self.turns: list[list[Bucket]] = [[] for _ in range(len(set(self._place.values())))]
+        for bucket in self.order:
+            self.turns[self._place[bucket.name]].append(bucket)
         self.depth = max((bucket.spec.prefetch for bucket in buckets), default=0)
         self._wanted_depth = self.depth
         self.epoch, self.is_stale, self.is_fence_due = 0, True, True
@@ -47,7 +51,7 @@ class Gathers:
 
     def first(self) -> list[Bucket]:
         """What a forward pass needs before anything else."""
-        return [*self.order[: self.depth + 1], *self.kept]
+        return [*(bucket for turn in self.turns[: self.depth + 1] for bucket in turn), *self.kept]
 
     # ------------------------------------------------------------ one bucket
 
@@ -65,21 +69,21 @@ class Gathers:
         bucket.launch()
 
     def prefetch(self, bucket: Bucket, direction: int, further: int = 0) -> None:
-        """Begin to gather what comes next, `further` buckets more than the depth says."""
+        """Begin to gather what comes next, `further` turns more than the depth says; without `further` also what is needed beside the bucket."""
         place = self._place.get(bucket.name)
         if place is None or not self.depth:
             return
-        for step in range(1, self.depth + further + 1):
+        for step in range(1 if further else 0, self.depth + further + 1):
             other = place + direction * step
-            if not 0 <= other < len(self.order):
+            if not 0 <= other < len(self.turns):
                 return
-            ahead = self.order[other]
-            assert ahead.slot is not None
-            if ahead.slot.resident is ahead or (direction < 0 and not ahead.needs_backward):
-                continue
-            if ahead.slot.resident is not None and ahead.slot.resident.is_in_use:
-                return
-            self.launch(ahead)
+            for ahead in self.turns[other]:
+                assert ahead.slot is not None
+                if ahead.slot.resident is ahead or (direction < 0 and not ahead.needs_backward):
+                    continue
+                if ahead.slot.resident is not None and ahead.slot.resident.is_in_use:
+                    return
+                self.launch(ahead)
 
     def _resolve_conflict(self, bucket: Bucket, other: Bucket) -> None:
         """Two buckets of one slot are needed at once."""

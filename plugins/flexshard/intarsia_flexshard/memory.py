@@ -10,7 +10,7 @@ from intarsia_flexshard.bucket import Bucket
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.reduction import Pack
 from intarsia_flexshard.ring import Slot, make_slots
-from intarsia_flexshard.sharing import LENT, aligned, buffers_needed, group, may_lend, slots_needed
+from intarsia_flexshard.sharing import LENT, aligned, buffers_needed, group, may_lend, slots_needed, turns_of
 
 
 def make_memory(buckets: Sequence[Bucket], turns: Sequence[Bucket], kept: Sequence[Bucket], depth: int, lanes: Lanes) -> None:
@@ -22,14 +22,12 @@ def make_memory(buckets: Sequence[Bucket], turns: Sequence[Bucket], kept: Sequen
     count, scratches = buffers_needed(sum(bucket.reduction is not None for bucket in buckets), lanes.on_device)
     wanted = count * packed + scratches * received
     keys = {id(bucket.groups.gather): number for number, bucket in enumerate(turns)}
-    forward_only = [not bucket.needs_backward for bucket in turns]
+    forward_only, numbers = [not bucket.needs_backward for bucket in turns], turns_of([bucket.drivers for bucket in turns])
     lent: Slot | None = None
     for places in group([(bucket.payload.whole_bytes, keys[id(bucket.groups.gather)]) for bucket in turns]):
         ring = [turns[place] for place in places]
-        needed = slots_needed(places, depth, [bucket.spec.keep for bucket in ring])
-        lends = may_lend(places, len(turns) - 1, needed, forward_only) and wanted <= LENT * max(
-            bucket.payload.whole_bytes for bucket in ring
-        )
+        needed = slots_needed([numbers[place] for place in places], depth, [bucket.spec.keep for bucket in ring])
+        lends = may_lend(places, numbers, needed, forward_only) and wanted <= LENT * max(bucket.payload.whole_bytes for bucket in ring)
         slots = make_slots(ring, needed, lanes, wanted if lends else 0)
         lent = slots[0] if lends else lent
     for bucket in kept:

@@ -24,7 +24,7 @@ from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.gathers import needs_weights
 from intarsia_flexshard.parameters import check_masters, read_in_forward, running
 from intarsia_flexshard.quantised import reads_payload
-from intarsia_flexshard.sharing import group, may_lend, slots_needed
+from intarsia_flexshard.sharing import group, may_lend, slots_needed, turns_of
 from intarsia_flexshard.wire import check_quantisation, make_wire, tile_of
 
 # Elements up to which an optimizer is built on the CPU to see its state, where it cannot be built on the meta device.
@@ -142,13 +142,14 @@ def lay_rings(buckets: Sequence[BucketBytes], forward_only: Sequence[bool]) -> t
     turns = [index for index, bucket in enumerate(buckets) if not (bucket.is_alias or bucket.is_kept)]
     depth = max((bucket.spec.prefetch for bucket in buckets), default=0)
     keys = {axes: number for number, axes in enumerate(dict.fromkeys(buckets[index].spec.axes for index in turns))}
+    numbers, only = turns_of([buckets[index].spec.modules for index in turns]), [forward_only[index] for index in turns]
     rings = []
     for number, members in enumerate(group([(buckets[index].whole, keys[buckets[index].spec.axes]) for index in turns])):
         ring = [turns[member] for member in members]
-        count = slots_needed(members, depth, [buckets[index].spec.keep for index in ring])
+        count = slots_needed([numbers[member] for member in members], depth, [buckets[index].spec.keep for index in ring])
         for turn, index in enumerate(ring):
             places[index] = (number, turn % count)
-        rings.append(_ring(buckets, ring, count, may_lend(members, len(turns) - 1, count, [forward_only[index] for index in turns])))
+        rings.append(_ring(buckets, ring, count, may_lend(members, numbers, count, only)))
     for index, bucket in enumerate(buckets):
         if bucket.is_kept and not bucket.is_alias:
             places[index] = (len(rings), 0)

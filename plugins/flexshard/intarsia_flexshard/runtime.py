@@ -27,11 +27,12 @@ from intarsia.parameters import ParameterTable, materialise_buffers
 from intarsia.plugins import Plugins, current
 from torch import Tensor, nn
 
-from intarsia_flexshard.assign import BucketSpec, assign, names_here, read_outside, unmatched
-from intarsia_flexshard.bucket import Bucket, Groups, balanced
+from intarsia_flexshard.assign import assign, names_here, read_outside
+from intarsia_flexshard.bucket import Bucket, balanced
 from intarsia_flexshard.config import FlexShardConfig
-from intarsia_flexshard.copies import Copies
+from intarsia_flexshard.copies import Copies, matched_elsewhere
 from intarsia_flexshard.gathers import Gathers, needs_weights
+from intarsia_flexshard.groups import make_groups
 from intarsia_flexshard.guards import Places, check_values, refuse_copies
 from intarsia_flexshard.hooks import Call, Inputs, differentiable, handled, in_backward, untraced, when_known
 from intarsia_flexshard.lanes import Lanes
@@ -66,11 +67,15 @@ class FlexShard:
         config, table.mesh = self.config, mesh
         modules = dict(model.named_modules(remove_duplicate=False))
         blocks = list(model.regions().blocks)  # type: ignore[operator]
-        outside, elsewhere = read_outside(model), _matched_elsewhere(config, table, mesh)
+        outside, elsewhere = read_outside(model), matched_elsewhere(config, table, mesh)
         specs = assign(config, table.values(), blocks, running(modules), table.compute, table.reduce, outside, mesh.sizes, elsewhere)
         check_quantisation(config.tile, config.scales)
         readers = read_in_forward(table, modules, outside)
-        lanes, groups, copies = Lanes(mesh.device), self._groups(specs, mesh), Copies(table.values(), mesh)
+        lanes, groups, copies = (
+            Lanes(mesh.device),
+            make_groups(specs, mesh, None if config.transport is None else self._plugins.build(config.transport)),
+            Copies(table.values(), mesh),
+        )
         is_split = config.master == "split"
         check_masters(is_split, table, specs)
         loads: dict[tuple[str, ...], list[float]] = {}
@@ -92,32 +97,7 @@ class FlexShard:
         for group in dict.fromkeys(group for bucket in buckets for group in (bucket.groups.gather, bucket.groups.replicas)):
             group.agree([bucket.sizes() for bucket in buckets if group in bucket.groups], "the bucket plan")
         copies.agree({bucket.infos[0].name: [bucket.facts(), bucket.sizes()] for bucket in buckets if bucket.holders is not None})
-        return FlexShardModel(model, table, buckets, config, lanes, mesh.stage, copies)
-
-    def _groups(self, specs: Sequence[BucketSpec], mesh: Mesh) -> dict[tuple[tuple[str, ...], tuple[str, ...]], Groups]:
-        """The groups for each combination of axes. All ranks of a pipeline stage make them in the same order; none goes beyond the stage."""
-        transport = None if self.config.transport is None else self._plugins.build(self.config.transport)
-        found: dict[Any, Groups] = {}
-        gathers: dict[tuple[str, ...], tuple[Communicator, ...]] = {}
-        for spec in specs:
-            if spec.axes not in gathers:
-                shards = mesh.comm(*spec.axes)
-                alone = shards.size == 1
-                names = ("gather", "reduce")
-                gathers[spec.axes] = (shards, shards) if alone else tuple(shards.duplicate(name, transport) for name in names)
-            gather, reduce = gathers[spec.axes]
-            if (spec.axes, spec.replicas) not in found:
-                found[spec.axes, spec.replicas] = Groups(gather, reduce, mesh.comm(*spec.replicas))
-        return found
-
-
-def _matched_elsewhere(config: FlexShardConfig, table: ParameterTable, mesh: Mesh) -> list[str]:
-    """The buckets' globs that match in another pipeline stage, though not in this one."""
-    if mesh.sizes["pp"] == 1 or not config.buckets:
-        return []
-    missing = unmatched(config, table.values())
-    everywhere = mesh.comm("pp").gather_json(missing, "buckets of other stages")
-    return [glob for glob in missing if not all(glob in stage for stage in everywhere)]
+        return FlexShardModel(model, table, buckets, config, lanes, copies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +112,7 @@ class FlexShardModel:
     """See `intarsia.contracts.ShardedModel`; beyond it the lifecycle that a schedule drives (`drive`, `unshard`, `reshard`, `reduce`, `finalise`). Stability: provisional."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        table: ParameterTable,
-        buckets: list[Bucket],
-        config: FlexShardConfig,
-        lanes: Lanes,
-        comm: Communicator,
-        copies: Copies,
+        self, model: nn.Module, table: ParameterTable, buckets: list[Bucket], config: FlexShardConfig, lanes: Lanes, copies: Copies
     ) -> None:
         self.buckets, self.lanes, self._copies = buckets, lanes, copies
         self._model, self._config, self._gradient_dtype = model, config, getattr(torch, table.dtype)
@@ -157,13 +130,13 @@ class FlexShardModel:
         modules = dict(model.named_modules(remove_duplicate=False))
         for bucket in buckets:
             bucket.needs_backward = any(needs_weights(modules[name]) for name in bucket.drivers)
-        self.gathers = Gathers(buckets, lanes, comm, config.debug)
+        self.gathers = Gathers(buckets, lanes, copies.stage, config.debug)
         masters = {name: master for bucket in buckets for name, master in bucket.masters.items()}
         self._parameters = {name: masters[name] for name in table}
         self._phases = self._plan_update()
         # Activations are at their most as the last bucket is needed; its backward has given them back once the one before is left.
         self._halves = [bucket.halves for bucket in buckets if bucket.halves is not None]
-        last_two: Sequence[Bucket | None] = self.gathers.order[-2:]
+        last_two: Sequence[Bucket | None] = [turn[-1] for turn in self.gathers.turns[-2:]]
         self._after_fullest, self._fullest = last_two if len(last_two) == 2 else (None, None)
         self._modules = self._install()
         self._places = [Places(bucket) for bucket in buckets]

@@ -31,15 +31,24 @@ def group(order: Sequence[tuple[int, int]]) -> list[list[int]]:
     return [sorted(ring) for ring in rings]
 
 
+def turns_of(drivers: Sequence[tuple[str, ...]]) -> list[int]:
+    """Whose turn it is at each place of the execution order: buckets that follow each other and are driven by the same modules are needed at once."""
+    turns: list[int] = []
+    for place, modules in enumerate(drivers):
+        turns.append(turns[-1] + (modules != drivers[place - 1]) if turns else 0)
+    return turns
+
+
 def slots_needed(ring: Sequence[int], depth: int, keeps: Sequence[int]) -> int:
-    """Buffers of a ring with buckets at these places of the execution order, gathered `depth` buckets ahead and each given back after `keeps` further ones."""
+    """Buffers of a ring with buckets that have these turns, gathered `depth` buckets ahead and each given back after `keeps` further ones."""
     window = 1 + max(depth, *keeps)
     return max(sum(first <= other < first + window for other in ring) for first in ring)
 
 
-def may_lend(ring: Sequence[int], last: int, slots: int, forward_only: Sequence[bool]) -> bool:
-    """Whether gradients may be packed in a ring's slot: backward leaves the `last` bucket of all first, and needs no other of this slot (`forward_only`, by place)."""
-    return ring[-1] == last and slots == 1 and all(forward_only[place] for place in ring[:-1])
+def may_lend(ring: Sequence[int], turns: Sequence[int], slots: int, forward_only: Sequence[bool]) -> bool:
+    """Whether gradients may be packed in the slot of a ring with buckets at these places: backward leaves the first bucket of the last turn before all others, and needs no other
+    of this slot (`forward_only`, by place)."""
+    return ring[-1] == turns.index(turns[-1]) and slots == 1 and all(forward_only[place] for place in ring[:-1])
 
 
 def buffers_needed(reductions: int, on_device: bool) -> tuple[int, int]:
