@@ -7,6 +7,7 @@ before a sharder adds hooks and an engine compiles and recomputes; what makes gr
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +61,8 @@ class Declared:
             # What does not stand up to its check cannot be asked for its cuts.
             cuts = {} if problems else cuts_of(placed, table, mesh, problems)
             if problems:
-                raise UsageError(
-                    f"{family} cannot be cut for the mesh ({', '.join(needed)}):\n  - " + "\n  - ".join(dict.fromkeys(problems))
-                )
+                told = "".join(f"\n  - {each}" for each in folded(problems))
+                raise UsageError(f"{family} cannot be cut for the mesh ({', '.join(needed)}):{told}")
             cut_parameters(model, table, mesh, cuts)
         self._prepare_roles(placed, recipe)
         for each in placed:
@@ -94,7 +94,7 @@ class Declared:
             from intarsia_pipeline.split import split
         except ImportError as error:
             raise UsageError(f"mesh: pp {mesh.sizes['pp']} needs the distribution intarsia-pipeline, which is not installed.") from error
-        part: PipelinePart = split(model, table, mesh, self._config)
+        part: PipelinePart = split(model, table, mesh, recipe, self._config.stages)
         return part
 
 
@@ -165,6 +165,14 @@ def check(placed: Sequence[Placed], model: nn.Module, mesh: Mesh) -> list[str]:
             "A module that works token by token has the role sequence."
         )
     return problems
+
+
+def folded(problems: Sequence[str]) -> list[str]:
+    """Problems that differ by a layer's number only, told once."""
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        alike.setdefault(re.sub(r"\.\d+\.", ".*.", problem), []).append(problem)
+    return [texts[0] + (f" ({len(texts) - 1} more alike)" if len(texts) > 1 else "") for texts in alike.values()]
 
 
 def cuts_of(placed: Sequence[Placed], table: ParameterTable, mesh: Mesh, problems: list[str]) -> dict[str, Cuts]:

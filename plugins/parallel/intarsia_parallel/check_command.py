@@ -38,30 +38,28 @@ class ParallelCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The command's arguments."""
-        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        check = actions.add_parser(
-            "check",
-            help="build a small model on a mesh and on one process, and compare outputs, loss and every gradient",
-            description="Starts as many processes as the mesh has, builds the recipe's model on them and on one process from the same initial values, runs one step "
-            "on random packed documents in float32, and compares outputs, loss and every gradient by name.",
+        parser.description = (
+            "check: start as many processes as the mesh has, build the recipe's model on them and on one process from the same initial values, run one step on "
+            "random packed documents in float32, and compare outputs, loss and every gradient by name."
         )
-        check.add_argument(
+        parser.add_argument("action", choices=("check",), help="what to do")
+        parser.add_argument(
             "subject", help="name of a family, whose recipe FAMILY/debug is taken, or any recipe whose model fits into memory"
         )
-        check.add_argument(
+        parser.add_argument(
             "overrides", nargs="*", default=[], metavar="PATH=VALUE", help="overrides of the recipe, such as model.tied=true"
         )
-        check.add_argument("--mesh", required=True, metavar="AXIS=N,...", help="degrees, such as tp=2,cp=2; others are 1")
-        check.add_argument("--schedule", metavar="NAME", help="pipeline schedule, for pp > 1 (default: the engine's)")
-        check.add_argument("--sequence", type=int, default=SEQUENCE, help=f"tokens in a row (default {SEQUENCE})")
-        check.add_argument("--rows", type=int, default=2, help="rows in a micro-batch on each data-parallel rank (default 2)")
-        check.add_argument(
+        parser.add_argument("--mesh", required=True, metavar="AXIS=N,...", help="degrees, such as tp=2,cp=2; others are 1")
+        parser.add_argument("--schedule", metavar="NAME", help="pipeline schedule, for pp > 1 (default: the engine's)")
+        parser.add_argument("--sequence", type=int, default=SEQUENCE, help=f"tokens in a row (default {SEQUENCE})")
+        parser.add_argument("--rows", type=int, default=2, help="rows in a micro-batch on each data-parallel rank (default 2)")
+        parser.add_argument(
             "--micro-batches", type=int, metavar="N", help="micro-batches in the step (default 2; twice the stages for pp > 1)"
         )
-        check.add_argument("--tolerance", type=float, default=1e-5, help="largest relative error that passes (default 1e-5)")
-        check.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs (default cpu: gloo)")
-        check.add_argument("--seed", type=int, default=0, help="seed of initial values and tokens")
-        check.add_argument("--all", action="store_true", help="print every parameter, not the worst ones only")
+        parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative error that passes (default 1e-5)")
+        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs (default cpu: gloo)")
+        parser.add_argument("--seed", type=int, default=0, help="seed of initial values and tokens")
+        parser.add_argument("--all", action="store_true", help="print every parameter, not the worst ones only")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Start the ranks, or be one; the exit code is 1 where something differs."""
