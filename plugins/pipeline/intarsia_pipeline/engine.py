@@ -1,0 +1,149 @@
+"""The engine `pipeline`: what the trainer calls. Torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from intarsia.comm import Communicator
+from intarsia.config import Recipe
+from intarsia.contracts import Batch, Loss, LossSum, Parallel, ShardedModel
+from intarsia.errors import PluginError, UsageError
+from intarsia_eager.context import windows_of
+from intarsia_eager.engine import prepare, prepare_regions
+from intarsia_eager.memory import keep_freed_memory
+from intarsia_eager.not_finite import as_written, checked, explain_not_finite
+from torch import nn
+
+from intarsia_pipeline import weights
+from intarsia_pipeline.actions import Schedule
+from intarsia_pipeline.buckets import Driver
+from intarsia_pipeline.build import Knobs, check_micro_batches, name_of, ready
+from intarsia_pipeline.config import PipelineConfig
+from intarsia_pipeline.executor import Stages, Step, evaluate
+from intarsia_pipeline.split import Part
+from intarsia_pipeline.transfers import Transfers
+
+
+class PipelineEngine:
+    """See `intarsia.contracts.Engine`. Each rank computes its own stages, in the schedule's order."""
+
+    def __init__(self, config: PipelineConfig, model: nn.Module, loss: Loss, part: Part, parallel: Parallel) -> None:
+        self._config, self._part, self._model, self._loss = config, part, model, loss
+        windows, ahead = windows_of(model), getattr(model, "predicts_ahead", 0)
+        self._stages = Stages(
+            model,
+            loss,
+            {each.index: each for each in part.stages},
+            part.placement,
+            part.group.rank,
+            lambda batch: prepare(batch, ahead, parallel, windows),
+        )
+        self._transfers = Transfers(part.group, part.ways, part.placement)
+        self._schedules: dict[int, Schedule] = {}
+        self._driver: Driver | None = None
+        self._sharded: ShardedModel | None = None
+        self._splits = config.split_backward and self.schedule(part.micro_batches).split
+        if self._splits:
+            weights.install()
+        self._transfers.introduce()
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """The validated schedule for a step of so many micro-batches; made once."""
+        if micro_batches not in self._schedules:
+            made, _ = ready(self._config.schedule, self._part.ranks, micro_batches, Knobs.of(self._config))
+            self._part.group.agree([made.name, micro_batches, list(made.placement), _fingerprint(made)], "the pipeline schedule")
+            self._schedules[micro_batches] = made
+        return self._schedules[micro_batches]
+
+    def run(self, batches: Sequence[Batch], scale: float, sharded: ShardedModel) -> list[LossSum]:
+        """A step by the schedule; see `intarsia.contracts.Engine`."""
+        schedule = self.schedule(len(batches))
+        driver = self._driver_of(sharded)
+        driver.begin(len(batches), self._splits)
+        try:
+            results = Step(self._stages, self._transfers, driver, schedule, batches, scale, self._splits).run()
+        except BaseException:
+            self._transfers.abandon()
+            raise
+        finally:
+            driver.rest()
+        if not driver.is_driven:
+            self._sum_ties()
+        return results
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> LossSum:
+        """Forward and loss, stage by stage."""
+        return evaluate(self._stages, self._transfers, batch)
+
+    def explain_not_finite(self, batches: Sequence[Batch], scale: float, sharded: ShardedModel, world: Communicator) -> str:
+        """See `intarsia.contracts.Engine`."""
+        self._driver_of(sharded)
+        return explain_not_finite(self.find_not_finite, batches, scale, sharded, world)
+
+    def find_not_finite(self, batch: Batch, scale: float) -> dict[str, Any] | None:
+        """The first module of this rank's stages whose output, or that output's gradient, is not finite. Every rank calls it."""
+        assert self._sharded is not None
+        with as_written(), checked(self._model) as offences:
+            (result,) = self.run([batch], scale, self._sharded)
+        if not offences and not bool(torch.isfinite(result.total)):
+            offences.append({"module": "the loss", "where": "forward"})
+        return offences[0] if offences else None
+
+    def _driver_of(self, sharded: ShardedModel) -> Driver:
+        if self._driver is None or self._sharded is not sharded:
+            self._sharded = sharded
+            self._driver = Driver(sharded, self._model, self._part.stages)
+        return self._driver
+
+    @torch.no_grad()
+    def _sum_ties(self) -> None:
+        """Gradients of parameters that several ranks have, for sharders that do not see to it themselves. All ranks take part, in one order."""
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        for tie in self._part.ties:
+            mine = named.get(tie.here)
+            gradient = None if mine is None else mine.grad
+            total = torch.zeros(tie.shape, device=self._transfers.device) if gradient is None else gradient.float()
+            self._part.group.all_reduce(total, "sum", f"gradient of {tie.name} over stages")
+            if mine is not None:
+                mine.grad = total.to(mine.dtype).view_as(mine)
+
+
+def _fingerprint(schedule: Schedule) -> int:
+    """Equal on ranks that have made the same plan, whatever their process: hashes of text differ between processes, sums over numbers do not."""
+    kinds = {kind: number for number, kind in enumerate(sorted({action.kind for actions in schedule.plan for action in actions}))}
+    value = 0
+    for actions in schedule.plan:
+        for action in actions:
+            value = (value * 1000003 + kinds[action.kind] * 65537 + action.stage * 257 + action.micro_batch + 1) % (1 << 61)
+    return value
+
+
+def build(config: PipelineConfig, model: nn.Module, loss: Loss, recipe: Recipe, parallel: Parallel | None = None) -> PipelineEngine:
+    """The entry's target."""
+    part = None if parallel is None else parallel.part
+    if parallel is None or part is None:
+        raise UsageError("The engine `pipeline` runs stages of a model, and mesh.pp is 1. Set mesh.pp, or choose engine=eager.")
+    if not isinstance(part, Part):
+        raise PluginError(
+            f"The engine `pipeline` needs the part that intarsia_pipeline.split.split gives, and the paralleliser made a {type(part).__name__}."
+        )
+    if "stage" not in inspect.signature(type(model).forward).parameters:
+        raise PluginError(
+            f"{type(model).__name__}.forward takes no argument `stage`: it cannot run a part of itself. Derive the family from intarsia_models_common.base.LanguageModel, or "
+            "give its forward(inputs, context, stage=None) the StagePart's meaning."
+        )
+    check_micro_batches(config.schedule, part.ranks, part.micro_batches, config.few_micro_batches)
+    splits = config.split_backward and ready(config.schedule, part.ranks, part.micro_batches, Knobs.of(config))[0].split
+    if splits and recipe.compile.mode != "none":
+        raise UsageError(
+            f"compile.mode={recipe.compile.mode} traces through the matrices whose gradients schedule {name_of(config.schedule)!r} puts off. Set engine.split_backward=False, "
+            "choose a schedule that does not split backward (1f1b, interleaved), or compile.mode=none."
+        )
+    if part.group.device.type == "cpu":
+        keep_freed_memory()
+    prepare_regions(model, recipe.compile, recipe.recompute)
+    return PipelineEngine(config, model, loss, part, parallel)
