@@ -25,6 +25,10 @@ class DeclaredConfig(ParallelConfig):
     # Experts (experts/).
 
     # Pipeline stages.
+    stages: tuple[str, ...] | None = chz.field(
+        default=None,
+        doc="Names of the blocks with which a pipeline stage begins (the first block may be left out); none: cut so that the costliest stage is as cheap as can be.",
+    )
 
 
 # ---------------------------------------------------------------- roles
