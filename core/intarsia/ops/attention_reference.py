@@ -96,12 +96,12 @@ def attention(
     if positions_q_BS is None:
         positions_q_BS = torch.arange(keys - queries, keys, device=q_BSHD.device)[None]
     out = []
-    for start in range(0, max(1, queries), chunk):  # gradients of nothing are zeros, not absent
+    for start in range(0, max(1, queries), chunk):  # of no queries the gradients are zeros, not absent
         chosen = slice(start, start + chunk)
         documents = None if documents_q_BS is None else documents_q_BS[:, chosen]
         mask = (window, documents, documents_k_BT, positions_q_BS[:, chosen], positions_k_BT)
         out.append(attend(q_BKGSD[:, :, :, chosen], k_BKDT, v_BKTD, sinks_KG, scale, softcap, mask))
-    y_BKGSD = torch.cat(out, 3) if several else out[0] if out else q_BKGSD.new_zeros(*q_BKGSD.shape[:-1], v_BKTD.shape[-1])
+    y_BKGSD = torch.cat(out, 3) if several else out[0]
     return y_BKGSD.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q_BSHD.dtype)
 
 

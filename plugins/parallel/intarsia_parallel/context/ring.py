@@ -8,6 +8,7 @@ brings the blocks again, computes their scores again, and sends each block's gra
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class _Ring(torch.autograd.Function):
         merged = Merged(q, v.shape[-1])
         coming = course.bring(shifts[0], k, v) if shifts else None
         here.forward(q, k, v, settings, merged)
-        for shift, following in zip(shifts, (*shifts[1:], None), strict=True):
+        for shift, following in itertools.zip_longest(shifts, shifts[1:]):
             assert coming is not None
             passing = unpacked(coming.wait()[course.source(shift)], (k, v), length(course.arrives(shift)))
             coming = None if following is None else course.bring(following, k, v)
@@ -132,7 +133,7 @@ class _Ring(torch.autograd.Function):
         coming = course.bring(shifts[0], k, v) if shifts else None
         dk, dv = ctx.here.backward(q, k, v, settings, result, dq)
         going: tuple[int, Transfer] | None = None
-        for shift, following in zip(shifts, (*shifts[1:], None), strict=True):
+        for shift, following in itertools.zip_longest(shifts, shifts[1:]):
             assert coming is not None
             passing = unpacked(coming.wait()[course.source(shift)], (k, v), length(course.arrives(shift)))
             coming = None if following is None else course.bring(following, k, v)
