@@ -27,6 +27,12 @@ class Whole:
 
     def shard(self, model: nn.Module, table: ParameterTable, mesh: Mesh, comm: Communicator) -> WholeModel:
         """Give every parameter its storage and initial values on the mesh's device. The model's own Parameter objects are what the optimizer updates."""
+        others = [f"{axis} {mesh.sizes[axis]}" for axis in ("pp", "cp", "tp", "ep") if mesh.sizes[axis] > 1]
+        if others:
+            raise UsageError(
+                f"The sharder `whole` keeps every parameter on every process and sums gradients over replicas alone, but the mesh has {', '.join(others)}. "
+                "Choose sharder=flexshard, which cuts and sums over all axes."
+            )
         if mesh.sizes["dp_shard"] > 1:
             raise UsageError(
                 f"The sharder `whole` keeps parameters whole, but mesh.dp_shard is {mesh.sizes['dp_shard']}. Choose sharder=flexshard, or "
