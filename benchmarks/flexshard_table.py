@@ -219,7 +219,10 @@ def host_rows(record: Record) -> Iterator[Row]:
     """`host`."""
     for name, entry in record["variants"].items():
         host = entry.get("host")
-        note = f"{host['buckets']} unshardings a step" if host else missing(record["variants"], [name])
+        update = (
+            f", the update inside backward {host['update_ms_per_bucket']:.3f} ms apart" if host and "update_ms_per_bucket" in host else ""
+        )
+        note = f"{host['buckets']} buckets{update}" if host else missing(record["variants"], [name])
         yield Row("host", f"host ms per bucket, {name}", host and host["ms_per_bucket"], 0.30, note)
 
 

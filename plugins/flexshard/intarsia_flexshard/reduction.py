@@ -128,6 +128,7 @@ class Reduction:
         # A bucket of one parameter that lies there as its gradient does is sent without being packed.
         self._is_bare = geometry.is_bare
         self._accumulated: list[Tensor | None] = [None] * len(self.parameters)
+        self._sources: dict[torch.dtype, Tensor] = {}
         self._targets: dict[torch.dtype, list[Target]] = {}
         self._views: dict[torch.dtype, list[Tensor] | None] = {}
         self._prepared: dict[torch.dtype, Any] = {}
@@ -294,17 +295,17 @@ class Reduction:
 
     def use(self, pack: Pack) -> Pack:
         """The bucket packs there from now on."""
-        self.pack, self._targets, self._prepared, self._packed_sums, self._packed_adds = pack, {}, {}, {}, {}
+        self.pack, self._sources, self._targets, self._prepared, self._packed_sums, self._packed_adds = pack, {}, {}, {}, {}, {}
         return pack
 
     def _fill(self, pack: Pack, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Any]:
-        source = pack.buffer[: self.geometry.total * dtype.itemsize].view(dtype)
         if dtype not in self._prepared:
+            source = self._sources[dtype] = pack.buffer[: self.geometry.total * dtype.itemsize].view(dtype)
             self._targets[dtype] = [_target(self.geometry, member, source) for member in range(len(self.parameters))]
             self._prepared[dtype] = self._prepare(source, pack.scratch)
             whole = [target.views[0] for target in self._targets[dtype] if target.boxes is None]
             self._views[dtype] = whole if len(whole) == len(self.parameters) else None
-        views, there = self._views[dtype], [gradient for gradient in gradients if gradient is not None]
+        source, views, there = self._sources[dtype], self._views[dtype], [gradient for gradient in gradients if gradient is not None]
         if views is not None and len(there) == len(views):
             torch._foreach_copy_(views, there)
             return source, self._prepared[dtype]
