@@ -24,6 +24,7 @@ from intarsia_parallel.context import choose, parallel_context
 from intarsia_parallel.context.choose import cut_for
 from intarsia_parallel.context.cut import SequenceCut
 from intarsia_parallel.cuts import Cuts, cut_parameters, local_box
+from intarsia_parallel.overlap import overlap, products_of
 from intarsia_parallel.table import Placed, inside, place, rows_of
 
 if TYPE_CHECKING:
@@ -69,9 +70,7 @@ class Declared:
             each.role.apply(each.name, each.module, groups)
         if mesh.sizes["tp"] > 1:
             if self._config.async_tensor:
-                from intarsia_parallel.overlap import overlap_regions
-
-                overlap_regions(placed, groups("tp"))
+                overlap(placed, groups("tp"), products_of(groups("tp"), mesh.device))
             _note_tokens(model)
             _install_cross_entropy(model, placed, groups)
         _install_logical(mesh)

@@ -27,12 +27,14 @@ from intarsia_parallel.roles.region import entered
 
 
 class AttentionHeads:
-    """See the module. `is_region`: something inside must end it. `overrules`: names within the module whose own rows have nothing to say."""
+    """See the module. `is_region`: something inside must end it. `gathers_one`: the gather may be overlapped.
+    `overrules`: names within the module whose own rows have nothing to say."""
 
     is_region = True
 
     def __init__(self, config: AttentionHeadsConfig) -> None:
         self.config = config
+        self.gathers_one = config.gather
         # Query and key/value heads of the modules whose key/value projections stay whole, by name.
         self._whole: dict[str, tuple[int, int]] = {}
 
@@ -96,7 +98,7 @@ class AttentionHeads:
         if comm.size == 1:
             return
         if self.config.gather:
-            wrap(module, entered, comm, name, 1)
+            wrap(module, entered, comm, name, 1, module)
         if name not in self._whole:
             return
         heads = kv_heads_of(*self._whole[name], comm)

@@ -7,8 +7,8 @@ the own rows' are whole in what this rank's tokens say: no sum along tp.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from intarsia.comm import Communicator
 from torch import Tensor, nn
 
 from intarsia_parallel.config import ColumnConfig
@@ -37,10 +37,14 @@ class Column:
         """Nothing, but for a projection that gathers for itself."""
         comm = groups(TENSOR)
         if self.gather and comm.size > 1:
-            wrap(module, _gathering, comm, name)
+            wrap(module, _gathering, comm, name, module)
 
 
-def _gathering(comm: Any, name: str, forward: Callable[[Tensor], Tensor], x_BSI: Tensor) -> Tensor:
+def _gathering(comm: Communicator, name: str, module: nn.Module, forward: Callable[[Tensor], Tensor], x_BSI: Tensor) -> Tensor:
+    entry = getattr(module, "tensor_overlap", None)
+    if entry is not None and entry.usable((x_BSI,)):
+        product: Tensor = entry.alone(name, module, x_BSI)
+        return product
     return forward(gather_tree(x_BSI, comm, name))
 
 

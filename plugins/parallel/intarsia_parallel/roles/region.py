@@ -17,12 +17,13 @@ from intarsia_parallel.roles.common import TENSOR, Groups, ParameterCuts, gather
 
 
 class Region:
-    """See the module. `is_region`: something inside must end it."""
+    """See the module. `is_region`: something inside must end it. `gathers_one`: the gather may be overlapped."""
 
     is_region = True
 
     def __init__(self, config: RegionConfig) -> None:
         self.inputs = config.inputs
+        self.gathers_one = config.inputs == 1
 
     def check(self, name: str, module: nn.Module, sizes: Mapping[str, int]) -> None:
         """Any module will do."""
@@ -35,11 +36,14 @@ class Region:
         """Gather the leading arguments."""
         comm = groups(TENSOR)
         if comm.size > 1:
-            wrap(module, entered, comm, name, self.inputs)
+            wrap(module, entered, comm, name, self.inputs, module)
 
 
-def entered(comm: Communicator, name: str, inputs: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`forward` with its first `inputs` arguments gathered."""
+def entered(comm: Communicator, name: str, inputs: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward` with its first `inputs` arguments gathered; where the region is overlapped, its columns are computed meanwhile."""
+    entry = getattr(module, "tensor_overlap", None)
+    if entry is not None and entry.usable(args):
+        return entry.enter(name, forward, args, kwargs)
     return forward(*(gather_tree(each, comm, name) for each in args[:inputs]), *args[inputs:], **kwargs)
 
 

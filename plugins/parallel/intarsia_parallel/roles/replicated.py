@@ -34,11 +34,13 @@ class Replicated:
         """Gather, compute, cut."""
         comm = groups(TENSOR)
         if comm.size > 1:
-            wrap(module, _computed_by_all, comm, name, self.inputs)
+            wrap(module, _computed_by_all, comm, name, self.inputs, module)
 
 
-def _computed_by_all(comm: Communicator, name: str, inputs: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = entered(comm, name, inputs, forward, *args, **kwargs)
+def _computed_by_all(
+    comm: Communicator, name: str, inputs: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    result = entered(comm, name, inputs, module, forward, *args, **kwargs)
     return map_tensors(result, lambda x: own_part(x, 1, even_counts(x.shape[1], comm.size), comm))
 
 

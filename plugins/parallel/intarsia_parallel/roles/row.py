@@ -23,6 +23,7 @@ from intarsia_parallel.roles.common import (
     ParameterCuts,
     expect_linear,
     expect_shares,
+    has_payload,
     is_plain,
     product_without_bias,
     wrap,
@@ -59,8 +60,12 @@ class Row:
 
 
 def _summed(comm: Communicator, name: str, module: Any, forward: Callable[[Tensor], Tensor], x_BSI: Tensor) -> Tensor:
-    partial_BSO = product_without_bias(module, forward, x_BSI)
-    y_BSO = scatter_sum(partial_BSO, -2, even_counts(partial_BSO.shape[-2], comm.size), comm, name)
+    overlapped = getattr(module, "tensor_overlap", None)
+    if overlapped is not None and x_BSI.ndim == 3 and not has_payload(module):
+        y_BSO = overlapped.product_summed(comm, x_BSI, module.weight)
+    else:
+        partial_BSO = product_without_bias(module, forward, x_BSI)
+        y_BSO = scatter_sum(partial_BSO, -2, even_counts(partial_BSO.shape[-2], comm.size), comm, name)
     return y_BSO if module.bias is None else y_BSO + module.bias
 
 
