@@ -12,11 +12,14 @@ from intarsia.ops import Packing
 from intarsia.ops.attention_reference import visible
 from torch import Tensor
 
+from intarsia_kernels.attention.widths import one_width, refusal
+
 DOCUMENTS_PER_ROW = 8
 """Up to this many documents to a row (on average) each gets a call of its own, which skips all that lies between documents; beyond, calls cost
 more than a mask over the whole row."""
 
 
+@one_width
 def attention(
     q_BSHD: Tensor,
     k_BTKD: Tensor,
@@ -60,9 +63,7 @@ def supports(
         return "scaled_dot_product_attention has no softcap"
     if sinks_H is not None:
         return "scaled_dot_product_attention has no sinks"
-    if v_BTKD.shape[-1] != q_BSHD.shape[-1]:
-        return "values have another head dim than keys"
-    return None
+    return refusal(q_BSHD, v_BTKD)
 
 
 attention.supports = supports  # type: ignore[attr-defined]

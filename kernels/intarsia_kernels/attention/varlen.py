@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from intarsia_kernels.attention.sdpa import causal
+from intarsia_kernels.attention.widths import one_width, refusal
 
 PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
 """What this torch's varlen_attn takes: windows, scale and groups came release by release."""
 
 
+@one_width
 def attention(
     q_BSHD: Tensor,
     k_BTKD: Tensor,
@@ -72,17 +74,18 @@ def supports(
         return "it has no softcap and no sinks"
     if positions_q_BS is not None or positions_k_BT is not None or q_BSHD.shape[1] != k_BTKD.shape[1]:
         return "it serves whole rows, with as many keys as queries"
-    if v_BTKD.shape[-1] != q_BSHD.shape[-1]:
-        return "values have another head dim than keys"
+    if wide := refusal(q_BSHD, v_BTKD):
+        return wide
     if documents_k_BT is not None and (packing is None or "varlen" not in packing.prepared):
         return "documents are given but not their lengths"
     if documents_k_BT is None and window is None:
         return None
-    if q_BSHD.shape[-1] % 8:
+    width = max(q_BSHD.shape[-1], v_BTKD.shape[-1])
+    if width % 8:
         return "flash attention takes head dims that are multiples of 8"
     if window is not None and "window_size" not in PARAMETERS:
         return "this torch's varlen_attn has no windows"
-    if "scale" not in PARAMETERS and scale != q_BSHD.shape[-1] ** -0.5:
+    if "scale" not in PARAMETERS and scale != width**-0.5:
         return "this torch's varlen_attn has no scale of one's own"
     return None
 
