@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +19,17 @@ from intarsia.comm import Communicator
 from intarsia.contracts import Batch
 from intarsia.errors import PluginError, UsageError
 from intarsia_eager.context import TrainContext
-from intarsia_parallel.context import block, ring
+from intarsia_parallel.context import block
 from intarsia_parallel.context.cut import SequenceCut
 from intarsia_parallel.context.parallel_context import ParallelContext, build
-from intarsia_testing.communicator import run_ranks
+from intarsia_testing.communicator import ThreadCommunicator, run_ranks
 from intarsia_testing.model import documents_of, positions_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+# The reference of recurrences that can be cut is an example of a third party's family, which need not be installed.
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "recurrence"))
+from acme_recurrence.recurrence import GatedRecurrence
 
 SOFTMAX = ("ring", "gather", "ulysses", "auto")
 Function = Callable[..., Tensor]
@@ -40,7 +47,9 @@ def values(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, 
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
 
 
-def gradients(function: Function, context: Any, inputs: dict[str, Tensor], weights: dict[str, Tensor], coefficients: Tensor) -> dict[str, Tensor]:
+def gradients(
+    function: Function, context: Any, inputs: dict[str, Tensor], weights: dict[str, Tensor], coefficients: Tensor
+) -> dict[str, Tensor]:
     """The output, and the gradient of each input and weight."""
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     shared = {name: x.clone().requires_grad_() for name, x in weights.items()}
@@ -95,6 +104,14 @@ def attention_case(
 
 
 PACKED = ((9, 1, 13), (23,), (2, 20, 1))
+ROWS = {
+    "packed": PACKED,
+    "whole": ((23,), (23,)),
+    "at the parts' starts": ((12, 11), (6, 6, 6, 5)),
+    "each row its own": ((3, 20), (16, 7)),
+    "short": ((3,), (3,)),
+    "shorter": ((1,),),
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -134,19 +151,16 @@ def test_rows_shorter_than_the_pieces(method: str, lengths: tuple[tuple[int, ...
         compare(functools.partial(softmax, scale=0.3), method, SequenceCut.of(sum(lengths[0]), 4, cut), lengths, inputs, weights, 1e-12)
 
 
-@pytest.mark.parametrize("heads", [(8, 2), (8, 1), (6, 2), (6, 3), (4, 4)], ids=str)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("heads", "ranks"), [((8, 2), 4), ((8, 1), 2), ((6, 2), 3), ((6, 3), 2), ((6, 2), 2), ((4, 4), 4)], ids=str)
 def test_ulysses_shares_key_value_heads(heads: tuple[int, int], ranks: int) -> None:
-    if heads[0] % ranks:
-        pytest.raises(UsageError, refused_heads, heads, ranks).match("6 query heads cannot be shared out over cp 4; nearest: cp 3 or 6")
-        return
     inputs, weights = attention_case(PACKED, heads, (8, 4), sinks=True)
     compare(functools.partial(softmax, scale=0.3), "ulysses", SequenceCut.of(23, ranks), PACKED, inputs, weights, 1e-12)
 
 
-def refused_heads(heads: tuple[int, int], ranks: int) -> None:
-    inputs, weights = attention_case(PACKED, heads)
-    compare(functools.partial(softmax, scale=0.3), "ulysses", SequenceCut.of(23, ranks), PACKED, inputs, weights, 1e-12)
+def test_heads_that_do_not_divide_are_refused() -> None:
+    inputs, weights = attention_case(PACKED, (6, 2))
+    with pytest.raises(UsageError, match=r"'layers\.0\.attention'.*6 query heads cannot be shared out over cp 4; nearest: cp 3 or 6"):
+        compare(functools.partial(softmax, scale=0.3), "ulysses", SequenceCut.of(23, 4), PACKED, inputs, weights, 1e-12)
 
 
 @pytest.mark.parametrize("method", SOFTMAX)
@@ -184,38 +198,49 @@ def test_chunked_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(functools.partial(softmax, scale=0.3, window=5), "ring", SequenceCut.of(23, 3), PACKED, inputs, weights, 1e-12)
 
 
-def test_the_ring_moves_what_is_seen_and_holds_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four ranks, contiguous, a window of 3: two keys travel, one step. Without a window each rank gets what lies before it, and never more than two blocks are held."""
+@pytest.mark.parametrize(("window", "calls", "tokens"), [(3, 1, [0, 2, 2, 2]), (None, 3, [0, 4, 8, 12])])
+def test_the_ring_moves_what_is_seen(window: int | None, calls: int, tokens: list[int]) -> None:
+    """Four ranks with four tokens each: a window of 3 moves two of them, in one step; without, each rank gets what lies before it."""
     inputs, weights = attention_case(((16,),), (2, 1), (4, 4))
-    held, most = [0], [0]
-    unpacked = ring.unpacked
+    cut = SequenceCut.of(16, 4, "contiguous")
 
-    def tracked(*arguments: Any) -> Any:
-        import weakref
+    def work(comm: Communicator) -> tuple[int, int]:
+        context = build(SimpleNamespace(context="ring"), cut.local(batch_of(((16,),)), comm.rank), (window,), cut, comm)
+        softmax(context, {name: cut.take(x, comm.rank, 1) for name, x in inputs.items()}, weights, scale=0.3, window=window)
+        statistic = comm.stats()["ring"]
+        return statistic.calls, statistic.bytes
 
-        k, v = unpacked(*arguments)
-        held[0] += 1
-        most[0] = max(most[0], held[0])
-        weakref.finalize(k.untyped_storage(), lambda: held.__setitem__(0, held[0] - 1))
-        return k, v
+    token_bytes = 8 * 8  # a key and a value of four float64 each
+    assert run_ranks(4, work) == [(calls, token_bytes * each) for each in tokens]
 
-    for window, steps in ((3, 1), (None, 3)):
-        cut = SequenceCut.of(16, 4, "contiguous")
 
-        def work(comm: Communicator, cut: SequenceCut = cut, window: int | None = window) -> tuple[int, int]:
-            context = ParallelContext("ring", positions_of(documents_of(((16,),)))[:, :4], ((16,),), (window,), cut, comm)
-            softmax(context, {name: cut.take(x, comm.rank, 1) for name, x in inputs.items()}, weights, scale=0.3, window=window)
-            statistic = comm.stats()["ring"]
-            return statistic.calls, statistic.bytes
+def test_the_ring_holds_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides its own, while a block is computed and the next is on its way, in forward and backward, on six ranks."""
+    inputs, weights = attention_case(((24,),), (2, 1), (4, 4))
+    held: dict[int, int] = {}
+    most: dict[int, int] = {}
+    exchange = ThreadCommunicator._exchange
 
-        found = run_ranks(4, work)
-        each = 8 * 8  # bytes of a token's key and value
-        assert [calls for calls, _ in found] == [steps] * 4
-        assert [size // each for _, size in found] == ([0, 2, 2, 2] if window else [0, 4, 8, 12])
+    def counted(self: ThreadCommunicator, sends: list[Tensor], receive_counts: list[int]) -> list[Tensor]:
+        received = exchange(self, sends, receive_counts)
+        if sum(receive_counts) and self.what == "ring":
+            block = next(part for part in received if part.numel())
+            held[self.rank] = held.get(self.rank, 0) + 1
+            most[self.rank] = max(most.get(self.rank, 0), held[self.rank])
+            weakref.finalize(block.untyped_storage(), release, self.rank)
+        return received
 
-    monkeypatch.setattr(ring, "unpacked", tracked)
-    cut = SequenceCut.of(16, 2, "contiguous")
-    compare(functools.partial(softmax, scale=0.3), "ring", cut, ((16,),), inputs, weights, 1e-12)
+    def release(rank: int) -> None:
+        held[rank] -= 1
+
+    def named(self: ThreadCommunicator, sends: Any, receive_counts: Any, what: str = "") -> list[Tensor]:
+        self.what = what
+        return Communicator.exchange(self, sends, receive_counts, what)
+
+    monkeypatch.setattr(ThreadCommunicator, "_exchange", counted)
+    monkeypatch.setattr(ThreadCommunicator, "exchange", named)
+    compare(functools.partial(softmax, scale=0.3), "ring", SequenceCut.of(24, 6), ((24,),), inputs, weights, 1e-12)
+    assert set(most.values()) == {2} and len(most) == 6 and set(held.values()) == {0}
 
 
 def latent_attention(context: Any, inputs: dict[str, Tensor], weights: dict[str, Tensor], fast: bool = False) -> Tensor:
@@ -250,10 +275,57 @@ def test_latents_are_gathered(cut: str, lengths: tuple[tuple[int, ...], ...], fa
         compare(functools.partial(latent_attention, fast=fast), "ring", SequenceCut.of(tokens, ranks, cut), lengths, inputs, weights, 1e-12)
 
 
+def recurrence(context: Any, inputs: dict[str, Tensor], weights: dict[str, Tensor], attends: bool = False) -> Tensor:
+    """A gated recurrence and, in a hybrid, attention over what comes out of it."""
+    q, k, v, decay = (inputs[name] for name in ("q", "k", "v", "decay"))
+    y = context.recurrent("layers.0.mixer", GatedRecurrence(), q, k, v, -decay.square() * weights["rate"])
+    return context.softmax("layers.1.attention", y, k, v, scale=0.3) if attends else y
+
+
+@pytest.mark.parametrize("lengths", [*ROWS.values()], ids=[*ROWS])
+def test_states_are_passed_on(lengths: tuple[tuple[int, ...], ...]) -> None:
+    """Documents that begin within a part, at its start, and that span several; rows shorter than the ranks."""
+    rows, tokens = len(lengths), sum(lengths[0])
+    inputs = values({**dict.fromkeys("qkv", (rows, tokens, 2, 3)), "decay": (rows, tokens, 2)}, torch.float64)
+    weights = values({"rate": (2,)}, torch.float64)
+    weights = {"rate": weights["rate"].abs()}
+    for ranks in (2, 3, 4):
+        compare(recurrence, "ring", SequenceCut.of(tokens, ranks, "contiguous"), lengths, inputs, weights, 1e-12)
+        compare(
+            functools.partial(recurrence, attends=True),
+            "ring",
+            SequenceCut.of(tokens, ranks, "contiguous"),
+            lengths,
+            inputs,
+            weights,
+            1e-12,
+        )
+
+
+def test_no_state_travels_where_documents_end_with_the_parts() -> None:
+    cut, lengths = SequenceCut.of(8, 2, "contiguous"), ((4, 4), (2, 2, 4))
+    inputs = values({**dict.fromkeys("qkv", (2, 8, 2, 3)), "decay": (2, 8, 2)}, torch.float64)
+
+    def work(comm: Communicator) -> set[str]:
+        context = build(SimpleNamespace(context="ring"), cut.local(batch_of(lengths), comm.rank), (None,), cut, comm)
+        recurrence(context, {name: cut.take(x, comm.rank, 1) for name, x in inputs.items()}, {"rate": torch.ones(2, dtype=torch.float64)})
+        return set(comm.stats())
+
+    assert run_ranks(2, work) == [set(), set()]
+
+
+def test_a_recurrence_needs_parts_in_order() -> None:
+    context = ParallelContext("ring", torch.arange(2)[None], ((4,),), (None,), SequenceCut.of(4, 2), SimpleNamespace(size=2, rank=0))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="'a' has a recurrence, which needs parts in the row's order"):
+        context.recurrent("a", GatedRecurrence(), torch.zeros(1, 2, 1))
+
+
 def test_what_is_refused() -> None:
     cut = SequenceCut.of(4, 2)
     context = ParallelContext("ring", torch.arange(2)[None], ((4,),), (None,), cut, SimpleNamespace(size=2, rank=0))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="'layers.0.attention' asks for a context of kind 'indexed', which ParallelContext does not serve"):
+    with pytest.raises(
+        UsageError, match=r"'layers\.0\.attention' asks for a context of kind 'indexed', which ParallelContext does not serve"
+    ):
         context.indexed("layers.0.attention", torch.zeros(1))
     with pytest.raises(UsageError, match="has no `carry` and `combine`"):
         context.recurrent("layers.0.mixer", lambda x, **settings: (x, None), torch.zeros(1, 2, 1))

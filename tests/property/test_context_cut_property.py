@@ -25,7 +25,7 @@ def rows(draw: st.DrawFn) -> tuple[int, tuple[tuple[int, ...], ...]]:
 @settings(max_examples=200, deadline=None)
 def test_every_token_once_and_back(tokens: int, ranks: int, method: str) -> None:
     cut = SequenceCut.of(tokens, ranks, method)
-    assert sorted(sum((cut.indices(rank) for rank in range(ranks)), [])) == list(range(tokens))
+    assert sorted(index for rank in range(ranks) for index in cut.indices(rank)) == list(range(tokens))
     assert max(cut.counts) - min(cut.counts) <= (1 if method == "contiguous" else 2)
     assert cut.in_order or method == "zigzag"
     x_BS3 = torch.arange(2 * tokens * 3).view(2, tokens, 3)
@@ -34,9 +34,7 @@ def test_every_token_once_and_back(tokens: int, ranks: int, method: str) -> None
 
 @given(rows(), st.integers(1, 5), st.sampled_from(["zigzag", "contiguous"]), st.none() | st.integers(1, 30))
 @settings(max_examples=200, deadline=None)
-def test_segments_are_the_mask(
-    shape: tuple[int, tuple[tuple[int, ...], ...]], ranks: int, method: str, window: int | None
-) -> None:
+def test_segments_are_the_mask(shape: tuple[int, tuple[tuple[int, ...], ...]], ranks: int, method: str, window: int | None) -> None:
     tokens, lengths = shape
     plan = Plan(SequenceCut.of(tokens, ranks, method), Documents.of(lengths), window)
     documents = documents_of(lengths)

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT / line.split()[1] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("-e")]
-FOLDERS += [ROOT / "examples" / name for name in ("kernel", "model", "placement", "storage")]
+FOLDERS += [ROOT / "examples" / name for name in ("kernel", "model", "placement", "recurrence", "storage")]
 PROJECTS: dict[Path, dict[str, Any]] = {folder: tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in FOLDERS}
 
 OF_CORE = {"torch", "numpy", "chz", "pluggy"}
