@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from intarsia.ops.attention_reference import SCORE_ELEMENTS
 from torch import Tensor
 
@@ -227,8 +228,8 @@ def flash_obstacle(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, settings: Set
         return "it takes bfloat16 or float16, the same for all"
     if settings.softcap is not None:
         return "it has no softcap"
-    if q_BSHD.shape[-1] != v_BTKD.shape[-1]:
-        return "values have another head dim than keys"
+    if v_BTKD.shape[-1] > q_BSHD.shape[-1]:
+        return "values have a larger head dim than keys"
     if q_BSHD.shape[-1] % 8 or q_BSHD.shape[-1] > 256:
         return "it takes head dims that are multiples of 8, up to 256"
     return None
@@ -247,19 +248,20 @@ class _Pack:
     right: int
 
     def forward(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, settings: Settings, merged: Merged) -> None:
-        q, k, v = _packed(q_BSHD, self.queries), _packed(k_BTKD, self.keys), _packed(v_BTKD, self.keys)
+        q, k, v = _packed(q_BSHD, self.queries), _packed(k_BTKD, self.keys), _packed(v_BTKD, self.keys, k_BTKD.shape[-1])
         out, lse, *_ = _flash_forward(q, k, v, *self.starts, *self.most, 0.0, False, False, scale=settings.scale, **self._window())
         lse_NH = lse.transpose(0, 1)
         at = 0
         for row, start, stop in self.queries:
-            merged.add((row, slice(start, stop)), out[at : at + stop - start], lse_NH[at : at + stop - start])
+            merged.add((row, slice(start, stop)), out[at : at + stop - start, :, : v_BTKD.shape[-1]], lse_NH[at : at + stop - start])
             at += stop - start
 
     def backward(
         self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, settings: Settings, result: Result, sums: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        q, out, dout = (_packed(x, self.queries) for x in (q_BSHD, result.out, result.dout))
-        k, v = _packed(k_BTKD, self.keys), _packed(v_BTKD, self.keys)
+        dim = q_BSHD.shape[-1]
+        q, out, dout = (_packed(x, self.queries, dim) for x in (q_BSHD, result.out, result.dout))
+        k, v = _packed(k_BTKD, self.keys), _packed(v_BTKD, self.keys, dim)
         lse_HN = _packed(result.lse, self.queries).transpose(0, 1).contiguous()
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the dropout's generator, which is not used
         grads = _flash_backward(
@@ -268,7 +270,7 @@ class _Pack:
         for total, grad, places in zip(sums, grads, (self.queries, self.keys, self.keys), strict=True):
             at = 0
             for row, start, stop in places:
-                total[row, start:stop] += grad[at : at + stop - start]
+                total[row, start:stop] += grad[at : at + stop - start, :, : total.shape[-1]]
                 at += stop - start
 
     def _window(self) -> dict[str, int]:
@@ -302,11 +304,13 @@ def _runs(places: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
     return tuple(runs)
 
 
-def _packed(x_BS: Tensor, places: Sequence[tuple[int, int, int]]) -> Tensor:
-    """[N, ...], contiguous."""
+def _packed(x_BS: Tensor, places: Sequence[tuple[int, int, int]], dim: int | None = None) -> Tensor:
+    """[N, ...], contiguous. Zeros fill the last dimension up to `dim`: narrower values have the same attention and no other gradient."""
     if len(places) == 1:
         row, start, stop = places[0]
-        return x_BS[row, start:stop].contiguous()
-    if list(places) == [(row, 0, x_BS.shape[1]) for row in range(x_BS.shape[0])]:
-        return x_BS.flatten(0, 1).contiguous()
-    return torch.cat([x_BS[row, start:stop] for row, start, stop in places])
+        x_N = x_BS[row, start:stop]
+    elif list(places) == [(row, 0, x_BS.shape[1]) for row in range(x_BS.shape[0])]:
+        x_N = x_BS.flatten(0, 1)
+    else:
+        x_N = torch.cat([x_BS[row, start:stop] for row, start, stop in places])
+    return x_N.contiguous() if dim is None or dim == x_N.shape[-1] else F.pad(x_N, (0, dim - x_N.shape[-1]))
