@@ -65,11 +65,12 @@ class ParallelCommand:
         """Start the ranks, or be one; the exit code is 1 where something differs."""
         degrees = parse_mesh(arguments.mesh)
         world = math.prod(size for axis, size in degrees.items() if axis in AXES)
+        for name in ("sequence", "rows", "micro_batches"):
+            value = getattr(arguments, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
         recipe = recipe_of(arguments, degrees)
         sizes = check_mesh(recipe.mesh, world)
-        for name in ("sequence", "rows"):
-            if getattr(arguments, name) < 1:
-                raise UsageError(f"--{name} is {getattr(arguments, name)}; it must be at least 1.")
         if world > 1 and "WORLD_SIZE" not in os.environ:
             loaded = plugins.current()
             launch = loaded.target(loaded.registry("launcher").find("local"))
@@ -78,7 +79,7 @@ class ParallelCommand:
         plugins.verify_child()
         if (present := int(os.environ.get("WORLD_SIZE", "1"))) != world:
             raise UsageError(f"--mesh {arguments.mesh} is for {world} processes, and there are {present}.")
-        micro_batches = arguments.micro_batches or (2 * degrees.get("pp", 1) if degrees.get("pp", 1) > 1 else 2)
+        micro_batches = micro_batches_of(arguments, degrees)
         from intarsia_parallel import checking
 
         settings = Settings(
@@ -108,6 +109,11 @@ def parse_mesh(text: str) -> dict[str, int]:
     return degrees
 
 
+def micro_batches_of(arguments: argparse.Namespace, degrees: dict[str, int]) -> int:
+    """Micro-batches in the step: twice the stages, so that every schedule has enough of them; 2 without stages."""
+    return int(arguments.micro_batches or 2 * degrees.get("pp", 1))
+
+
 def recipe_of(arguments: argparse.Namespace, degrees: dict[str, int]) -> Recipe:
     """The recipe that is checked: float32, on this mesh; what the user overrides comes last. Raises UsageError for a family without a debug recipe."""
     registry = plugins.current().registry
@@ -129,7 +135,10 @@ def recipe_of(arguments: argparse.Namespace, degrees: dict[str, int]) -> Recipe:
     elif arguments.schedule:
         raise UsageError(f"--schedule {arguments.schedule} orders a pipeline's stages: add pp to --mesh.")
     sharder = [] if math.prod(degrees.values()) == 1 else ["sharder=flexshard"]
-    overrides = [*_FLOAT32, *mesh, *engine, *sharder, f"train.seed={arguments.seed}", *arguments.overrides]
+    rows = arguments.rows * micro_batches_of(arguments, degrees) * degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+    train = {"seed": arguments.seed, "sequence_length": arguments.sequence, "micro_batch": arguments.rows, "global_batch": rows}
+    step = [f"train.{name}={value}" for name, value in train.items()]
+    overrides = [*_FLOAT32, *mesh, *engine, *sharder, *step, *arguments.overrides]
     return resolve(subject, overrides, []).recipe
 
 
