@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from intarsia.ops.float8 import dequantise, quantise
+from intarsia_float8.format import dequantise, quantise
 from intarsia_kernels.fp8 import products, tiles
 from intarsia_kernels.fp8.linear import scaled_linear
 from intarsia_kernels.optimizer import quantised_adamw

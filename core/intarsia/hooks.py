@@ -1,4 +1,4 @@
-"""The typed facade over the hook relay, and what happens around each call: owners in errors, switched-off observers, trace, guarded randomness."""
+"""The facade over the hook relay, and what happens around each call: owners in errors, switched-off observers, trace, guarded randomness."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from intarsia.discovery import contained, describe
 from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
 from intarsia.hookspecs import SpecFacts
-
-if TYPE_CHECKING:
-    from intarsia.contracts import BuildStage, Run, StepSummary
 
 # How much of each argument's repr a trace line holds.
 SHOWN_CHARACTERS = 200
@@ -119,7 +116,7 @@ def undisturbed(function: Callable[..., Any], *arguments: Any, **keywords: Any) 
 
 
 class Hooks:
-    """Call hooks through this, never through pluggy's relay. One method for each event of core; `call` for those that plugins declare.
+    """Call hooks through this, never through pluggy's relay: `call(event, ...)`, or the event's name as a method.
 
     Participants run in declared order; an exception ends the call as a PluginError that names plugin and hook (an IntarsiaError keeps its class).
     Observers run on the ranks that their spec says; one that raises is switched off, listed in `disabled` and logged once to `intarsia.<owner>`.
@@ -210,63 +207,12 @@ class Hooks:
         self._warnings.append(text)
         logging.getLogger(f"intarsia.{owner}").warning("%s", text)
 
-    # ------------------------------------------------------------ core's events, typed: see intarsia.hookspecs for when and where
-
-    def before_run(self, run: Run) -> None:
-        """Participants."""
-        self.call("before_run", run=run)
-
-    def before_build(self, run: Run, stage: BuildStage) -> None:
-        """Participants."""
-        self.call("before_build", run=run, stage=stage)
-
-    def after_build(self, run: Run, stage: BuildStage) -> None:
-        """Participants."""
-        self.call("after_build", run=run, stage=stage)
-
-    def before_step(self, run: Run, step: int) -> None:
-        """Participants."""
-        self.call("before_step", run=run, step=step)
-
-    def before_update(self, run: Run, step: int) -> None:
-        """Participants."""
-        self.call("before_update", run=run, step=step)
-
-    def before_checkpoint(self, run: Run, step: int) -> None:
-        """Participants."""
-        self.call("before_checkpoint", run=run, step=step)
-
-    def after_step(self, run: Run, summary: StepSummary) -> None:
-        """Observers."""
-        self.call("after_step", run=run, summary=summary)
-
-    def on_step_error(self, run: Run, step: int, error: BaseException) -> None:
-        """Observers, on every rank that calls."""
-        self.call("on_step_error", run=run, step=step, error=error)
-
-    def after_evaluation(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Observers."""
-        self.call("after_evaluation", run=run, step=step, metrics=metrics)
-
-    def after_checkpoint(self, run: Run, step: int, location: str) -> None:
-        """Observers."""
-        self.call("after_checkpoint", run=run, step=step, location=location)
-
-    def on_checkpoint_error(self, run: Run, step: int, error: BaseException) -> None:
-        """Observers."""
-        self.call("on_checkpoint_error", run=run, step=step, error=error)
-
-    def after_load(self, run: Run, step: int, location: str) -> None:
-        """Observers."""
-        self.call("after_load", run=run, step=step, location=location)
-
-    def after_run(self, run: Run, outcome: str) -> None:
-        """Observers."""
-        self.call("after_run", run=run, outcome=outcome)
-
-    def on_run_error(self, run: Run, error: BaseException) -> None:
-        """Observers, on every rank that calls."""
-        self.call("on_run_error", run=run, error=error)
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """`hooks.before_step(run=run, step=0)` is `hooks.call("before_step", run=run, step=0)`, with arguments in the spec's order as well."""
+        spec = self.__dict__.get("_specs", {}).get(name)
+        if spec is None or spec.facts.sort not in ("participant", "observer"):
+            raise AttributeError(f"Hooks have no event {name!r}.")
+        return lambda *values, **named: self.call(name, **dict(zip(spec.arguments, values, strict=False)), **named)
 
 
 def with_owner(error: IntarsiaError, owner: str) -> None:

@@ -7,35 +7,32 @@ where none has, this process is alone on each.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 Axis = Literal["sequence", "batch"]
 
-
-@dataclasses.dataclass
-class _State:
-    axes: dict[str, tuple[Callable[[Tensor], Tensor], int]] = dataclasses.field(default_factory=dict)
-    open: tuple[float, dict[str, Tensor]] | None = None
-    complete: Callable[[dict[str, Tensor]], None] | None = None
+_ALONE: tuple[Callable[[Tensor], Tensor], int] = (lambda x: x, 1)
 
 
-# Of a thread, so that tests may run ranks as threads; threads that have none of their own (autograd's, for a device) see the newest.
-_own = threading.local()
-_newest = _State()
+class _State(threading.local):
+    """Of a thread, so that tests may run ranks as threads; a thread that has nothing of its own (autograd's, for a device) begins with the newest."""
+
+    newest: ClassVar[dict[str, Any]] = {"axes": {}, "complete": None, "open": None}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.newest[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name] = self.newest[name] = value
 
 
-def _mine() -> _State:
-    global _newest
-    if not hasattr(_own, "state"):
-        _own.state = _newest = _State()
-    return _own.state
+_state = _State()
 
 
 def install(
@@ -44,7 +41,7 @@ def install(
     """Say what the axes mean: for each a function that sums a tensor over its ranks (in backward it sums the gradients, its true adjoint), and how many
     ranks there are. `complete` is called with the sums of each micro-batch at its end: it adds up, in place, those of ranks whose sums are to be
     equal (along tp). Stability: provisional."""
-    _mine().axes, _mine().complete = dict(axes), complete
+    _state.axes, _state.complete, _state.open = dict(axes), complete, None
 
 
 def reset() -> None:
@@ -54,30 +51,28 @@ def reset() -> None:
 
 def sum(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     """`x` summed over the ranks of `axes`; backward sums the gradients likewise. A collective. Stability: provisional."""
-    state = getattr(_own, "state", _newest)
     for axis in axes:
-        x = state.axes[axis][0](x) if axis in state.axes else x
+        x = _state.axes.get(axis, _ALONE)[0](x)
     return x
 
 
 def ranks(axes: Sequence[Axis]) -> int:
     """How many ranks there are along `axes` together. Stability: provisional."""
-    state = getattr(_own, "state", _newest)
-    return math.prod(state.axes[axis][1] for axis in axes if axis in state.axes)
+    return math.prod(_state.axes.get(axis, _ALONE)[1] for axis in axes)
 
 
 @contextlib.contextmanager
 def micro_batch(scale: float) -> Iterator[dict[str, Tensor]]:
     """Around forward and backward of one micro-batch, by engines. `scale` is what its losses are multiplied by in backward. Yields the sums that
     `add_loss` and `record` add to. Stability: provisional."""
-    state = _mine()
-    before, state.open = state.open, (scale, {})
+    sums: dict[str, Tensor] = {}
+    before, _state.open = _state.open, (scale, sums)
     try:
-        yield state.open[1]
-        if state.complete is not None:
-            state.complete(state.open[1])
+        yield sums
+        if _state.complete is not None:
+            _state.complete(sums)
     finally:
-        state.open = before
+        _state.open = before
 
 
 def add_loss(x: Tensor, name: str, value: Tensor) -> Tensor:
@@ -86,13 +81,13 @@ def add_loss(x: Tensor, name: str, value: Tensor) -> Tensor:
     It is recorded under `name`. Outside of `micro_batch` nothing happens. Stability: provisional.
     """
     record(name, value)
-    opened = getattr(_own, "state", _newest).open
+    opened = _state.open
     return x if opened is None or not torch.is_grad_enabled() else _AddLoss.apply(x, value, opened[0])
 
 
 def record(name: str, value: Tensor) -> None:
     """Add `value`, a scalar and this rank's share of a sum over tokens, to the micro-batch's sums. Not when forward is recomputed. Stability: provisional."""
-    opened = getattr(_own, "state", _newest).open
+    opened = _state.open
     # A graph task is under way on this thread: the call comes from a recomputation in backward.
     if opened is not None and torch._C._current_graph_task_id() == -1:
         sums, value = opened[1], value.detach()

@@ -14,13 +14,13 @@ from intarsia.comm import Communicator, SelfCommunicator
 from intarsia.config import MeshConfig
 from intarsia.contracts import Init, Regions
 from intarsia.mesh import Mesh, check_mesh
-from intarsia.ops.float8 import dequantise, quantise
 from intarsia.parameters import ParameterTable
 from intarsia_flexshard import bucket as bucket_module
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.payload import PlainPayload
 from intarsia_flexshard.quantised import reads_payload
 from intarsia_flexshard.runtime import build
+from intarsia_float8.format import dequantise, quantise
 from intarsia_models_common.build import Linear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

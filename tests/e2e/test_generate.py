@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from intarsia.checkpoint import open_checkpoint
 from intarsia.cli import main
+from intarsia_checkpoint_formats.reader import open_checkpoint
 from intarsia_console.events import read_events
 
 RECIPE = f"{Path(__file__).with_name('train_recipes.py')}:tiny"

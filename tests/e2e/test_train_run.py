@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from intarsia import plugins
-from intarsia.checkpoint import open_checkpoint
 from intarsia.cli import main
 from intarsia.discovery import Candidate, scan
 from intarsia.hookspecs import hookimpl
 from intarsia.train.events import append_event
 from intarsia.train.run_directory import RunDirectory
+from intarsia_checkpoint_formats.reader import open_checkpoint
 from intarsia_checkpoint_posix.storage import PosixWriter
 from intarsia_console.events import read_events
 from intarsia_models_common.feed_forward import SwiGLU

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from intarsia.checkpoint import open_checkpoint, open_weights
+from intarsia.checkpoint import open_weights
 from intarsia.cli import main
 from intarsia.config import rebuild
 from intarsia.contracts import Box
 from intarsia.plugins import current
+from intarsia_checkpoint_formats.reader import open_checkpoint
 from intarsia_checkpoint_formats.weights import CheckpointWeights
 from intarsia_eager.context import TrainContext
 from intarsia_generation import SamplingConfig, load

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from intarsia.checkpoint import open_checkpoint
 from intarsia.checkpoint.manifest import TensorRecord
 from intarsia.checkpoint.planning import READ_BYTES, SKIP_BYTES, plan_reads
 from intarsia.contracts import Box, Member, Piece, StateItem
@@ -18,6 +17,7 @@ from intarsia.errors import UsageError
 from intarsia.layout import Layout, build_layouts, region_numel
 from intarsia.mesh import coordinates, full_sizes
 from intarsia.plugins import current
+from intarsia_checkpoint_formats.reader import open_checkpoint
 from intarsia_placements.config import Block, Column, Flat, Mixed, MixedRule, Owned, Replicate, Row
 from intarsia_testing.communicator import run_ranks
 from intarsia_testing.doubles import MemoryStorage

@@ -85,7 +85,7 @@ def check_tiles() -> None:
     @settings(max_examples=15, deadline=None, database=None)
     @given(sizes, sizes, st.integers(0, 3), st.tuples(sizes, sizes), st.integers(0, 2**20))
     def dequantise(rows: int, columns: int, stack: int, tile: Any, seed: int) -> None:
-        from intarsia.ops.float8 import quantise as whole
+        from intarsia_float8.format import quantise as whole
 
         generator = torch.Generator().manual_seed(seed)
         shape = (stack, rows, columns) if stack else (rows, columns)
@@ -152,7 +152,7 @@ def check_update() -> None:
 def check_rows_and_products() -> None:
     """Activations by pieces of rows; products by every configuration."""
     import torch
-    from intarsia.ops.float8 import dequantise, quantise
+    from intarsia_float8.format import dequantise, quantise
     from intarsia_kernels.fp8 import products, tiles
 
     generator = torch.Generator().manual_seed(0)
@@ -186,7 +186,7 @@ def check_conformance() -> None:
 def check_compiled() -> None:
     """A compiler traces the layer without a break, and quantises an activation that three layers read once."""
     import torch
-    from intarsia.ops.float8 import quantise
+    from intarsia_float8.format import quantise
     from intarsia_kernels.fp8.linear import scaled_linear
     from torch import Tensor
     from torch._dynamo.testing import AotEagerAndRecordGraphs
@@ -209,7 +209,7 @@ def check_compiled() -> None:
 def check_shared() -> None:
     """Layers that read one activation quantise it once, also without a compiler; what has changed is quantised again, and nothing outlives its activation."""
     import torch
-    from intarsia.ops.float8 import quantise
+    from intarsia_float8.format import quantise
     from intarsia_kernels.fp8 import linear
 
     calls, quantise_rows = [], linear.quantise_rows

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from intarsia.checkpoint import open_checkpoint
 from intarsia.cli import main
 from intarsia.contracts import StateItem
+from intarsia_checkpoint_formats.reader import open_checkpoint
 from intarsia_checkpoint_posix.storage import PosixStorage
 from intarsia_testing.stateful import Holder, OverStorage, tensor_item
 

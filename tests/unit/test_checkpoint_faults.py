@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from intarsia.checkpoint import commit, open_checkpoint
+from intarsia.checkpoint import commit
 from intarsia.contracts import StateItem, Storage
 from intarsia.errors import CheckpointError
+from intarsia_checkpoint_formats.reader import open_checkpoint
 from intarsia_checkpoint_posix.storage import PosixStorage
 from intarsia_testing.communicator import run_ranks
 from intarsia_testing.doubles import FaultyStorage, Killed, MemoryStorage, SlowStorage

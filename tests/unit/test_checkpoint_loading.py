@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from intarsia.checkpoint import CheckpointRef, commit, compare_facts, open_checkpoint
+from intarsia.checkpoint import CheckpointRef, commit, compare_facts
 from intarsia.contracts import Box, StateItem, Storage
 from intarsia.errors import CheckpointError, IntarsiaError, PluginError, UsageError
 from intarsia.layout import Layout
+from intarsia_checkpoint_formats.reader import open_checkpoint
 from intarsia_testing.communicator import run_ranks
 from intarsia_testing.doubles import MemoryStorage
 from intarsia_testing.stateful import Holder, OverStorage, tensor_item

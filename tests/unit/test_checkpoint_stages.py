@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from intarsia.checkpoint import open_checkpoint
 from intarsia.contracts import Box, StateItem
 from intarsia.errors import CheckpointError
 from intarsia.layout import Layout
 from intarsia.mesh import coordinates, full_sizes
+from intarsia_checkpoint_formats.reader import open_checkpoint
 from intarsia_testing.communicator import run_ranks
 from intarsia_testing.doubles import MemoryStorage
 from intarsia_testing.stateful import Holder, OverStorage

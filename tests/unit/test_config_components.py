@@ -10,7 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import config_fakes as fakes
-from intarsia.config import ComponentOverride, apply_overrides, resolve
+from intarsia.config import ComponentOverride, resolve
+from intarsia.config.components import apply
+from intarsia.config.tree import ROOT, Schema, finish
 from intarsia.errors import UsageError
 
 PLUGINS = fakes.loaded()
@@ -18,6 +20,13 @@ PLUGINS = fakes.loaded()
 
 def recipe(*claims):
     return chz.replace(fakes.small(), overrides=tuple(ComponentOverride(**claim) for claim in claims))
+
+
+def apply_overrides(recipe, plugins):
+    schema = Schema(plugins)
+    root = schema.grow(recipe, ROOT, "", "recipe")
+    apply(root, recipe, schema)
+    return finish(root, schema, "The component overrides")
 
 
 def message(*claims):

@@ -10,8 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import config_fakes as fakes
-from intarsia.config import diff, flatten, resolve
+from intarsia.config import flatten, resolve
 from intarsia.errors import PluginError, UsageError
+from intarsia_console.differences import diff
 
 PLUGINS = fakes.loaded()
 BASE = resolve("fake/small", plugins=PLUGINS)

@@ -11,12 +11,12 @@ import torch
 from intarsia.contracts import Member
 from intarsia.errors import PluginError, UsageError
 from intarsia.layout import build_layouts, slices
-from intarsia.ops.float8 import FORMAT, dequantise, quantise
 from intarsia_flexshard import quantised
 from intarsia_flexshard.plan import Geometry, make_geometry
 from intarsia_flexshard.quantised import QuantisedPayload, reads_payload
 from intarsia_flexshard.tiles import Tiles, best_tiles, dequantise_tiles, quantise_tiles
 from intarsia_flexshard.wire import Wire, check_quantisation, make_wire, tile_of
+from intarsia_float8.format import FORMAT, dequantise, quantise
 from intarsia_models_common.build import Linear
 from intarsia_models_common.scaled_linear import scaled_linear
 from intarsia_placements import block, flat, owned, row

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from intarsia import logical
 from intarsia.errors import UsageError
-from intarsia.ops.float8 import dequantise, quantise
+from intarsia_float8.format import dequantise, quantise
 from intarsia_models_common.build import Scope
 from intarsia_models_common.config import SwiGLUConfig
 from intarsia_models_common.moe import balance

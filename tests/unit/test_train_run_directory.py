@@ -11,9 +11,10 @@ import sys
 import pytest
 from intarsia.errors import UsageError
 from intarsia.train.events import EventLog, append_event
-from intarsia.train.run_directory import RunDirectory, default_directory, newest_run
+from intarsia.train.run_directory import RunDirectory, default_directory
 from intarsia.train.signals import LAUNCHER, StopSignals
 from intarsia_console.events import read_events
+from intarsia_console.train_command import newest_run
 
 HOLD = """
 import sys

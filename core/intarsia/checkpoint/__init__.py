@@ -1,6 +1,6 @@
 """Checkpoints: a folder with data files, one JSON manifest, and a marker written last.
 
-Public: `CheckpointManager`, `open_checkpoint`, `open_weights`, `compare_facts`. May import: errors, contracts, layout, plugins, config, and comm by type.
+Public: `CheckpointManager`, `open_weights`, `compare_facts`. May import: errors, contracts, layout, plugins, config, and comm by type.
 Imports no torch until one of the torch-using names is asked for.
 """
 
@@ -13,21 +13,18 @@ if TYPE_CHECKING:
     from intarsia.checkpoint.commit import CheckpointRef, Skipped
     from intarsia.checkpoint.facts import Difference, compare_facts
     from intarsia.checkpoint.manager import CheckpointManager
-    from intarsia.checkpoint.reader import Checkpoint, open_checkpoint
     from intarsia.checkpoint.weights import open_weights
 
 __all__ = [
-    "Checkpoint",
     "CheckpointManager",
     "CheckpointRef",
     "Difference",
     "Skipped",
     "compare_facts",
-    "open_checkpoint",
     "open_weights",
 ]
 
-HOMES = dict(zip(__all__, ("reader", "manager", "commit", "facts", "commit", "facts", "reader", "weights"), strict=True))
+HOMES = dict(zip(__all__, ("manager", "commit", "facts", "commit", "facts", "weights"), strict=True))
 
 
 def __getattr__(name: str) -> Any:

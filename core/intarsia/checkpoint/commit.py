@@ -32,8 +32,12 @@ from intarsia.checkpoint.manifest import (
     from_json,
     piece_json,
 )
-from intarsia.contracts.storage import FileRecord, HasFolders, Storage, WrittenPart
-from intarsia.errors import CheckpointError
+from intarsia.contracts.storage import CheckpointBackend, FileRecord, HasFolders, Storage, WrittenPart
+from intarsia.errors import CheckpointError, UsageError
+from intarsia.plugins import Plugins
+
+# Folder of a run's checkpoints in its storage.
+BASE = "checkpoints"
 
 CHUNK_BYTES = 16 << 20
 
@@ -329,3 +333,12 @@ def explain(step: int, storage: Storage, action: Callable[[], str], remains: Cal
         raise CheckpointError(
             f"Saving the checkpoint of step {step} to {storage.describe()} failed while {action()}: {reason}.{hint} {remains()}".rstrip()
         ) from error
+
+
+def find_backend(name: str, plugins: Plugins) -> CheckpointBackend:
+    """The backend that wrote a checkpoint, with default settings: reading never depends on them."""
+    try:
+        entry = plugins.registry("checkpoint backend").find(name)
+    except UsageError as error:
+        raise CheckpointError(f"The checkpoint was written by the backend {name!r}, which is not installed. {error}") from error
+    return plugins.build(plugins.config_class(entry)())

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from intarsia import __version__
 from intarsia.checkpoint import commit
-from intarsia.checkpoint.commit import CheckpointRef, Skipped
+from intarsia.checkpoint.commit import BASE, CheckpointRef, Skipped, find_backend
 from intarsia.checkpoint.loading import compare_items, compare_keys, fill
 from intarsia.checkpoint.manifest import encode
-from intarsia.checkpoint.reader import BASE, find_backend
 from intarsia.checkpoint.staging import Staged, collect, plain, stage
 from intarsia.contracts import CheckpointBackend, Stateful, Storage
 from intarsia.errors import CheckpointError, IntarsiaError

@@ -22,7 +22,6 @@ from intarsia.config.bases import (
     TokenizerConfig,
     TransportConfig,
 )
-from intarsia.config.components import apply_overrides
 from intarsia.config.recipe import (
     CheckpointConfig,
     CompileConfig,
@@ -39,6 +38,6 @@ from intarsia.config.recipe import (
     RecomputeConfig,
     TrainConfig,
 )
-from intarsia.config.resolve import Difference, Resolution, Resolved, diff, load_saved, resolve
+from intarsia.config.resolve import Resolution, Resolved, load_saved, resolve
 from intarsia.config.tree import flatten, rebuild
 from intarsia.config.values import Choice

@@ -8,9 +8,8 @@ from intarsia.config import shapes
 from intarsia.config.paths import join, matcher, matches, split
 from intarsia.config.recipe import ComponentOverride, Recipe
 from intarsia.config.shapes import Leaf, Node
-from intarsia.config.tree import ROOT, Branch, Dropped, Schema, Slot, finish, together
+from intarsia.config.tree import Branch, Dropped, Schema, Slot, together
 from intarsia.errors import IntarsiaError, UsageError, nearest
-from intarsia.plugins import Plugins
 
 KIND = "component"
 
@@ -25,21 +24,12 @@ class _Claim:
         return f"{self.override.owner} (overrides.{self.number}: {self.override.match} -> {self.override.replace})"
 
 
-def apply_overrides(recipe: Recipe, plugins: Plugins) -> Recipe:
-    """The recipe with every `ComponentOverride` applied to its model. Stability: provisional.
+def apply(root: Branch, recipe: Recipe, schema: Schema) -> list[Dropped]:
+    """Change the tree of `recipe` in place, with "override by OWNER" as provenance. Returns the values that the new components have no place for.
 
     A replaced component keeps the values of fields that the new one has too; `values` come on top. UsageError: two overrides claim the
     same node or one within the other, one matches nothing, a replacement does not fit, a field is unknown; all are reported together.
-    `resolve` has done this for the recipe that it returns.
     """
-    schema = Schema(plugins)
-    root = schema.grow(recipe, ROOT, "", "recipe")
-    apply(root, recipe, schema)
-    return finish(root, schema, "The component overrides")
-
-
-def apply(root: Branch, recipe: Recipe, schema: Schema) -> list[Dropped]:
-    """Change the tree of `recipe` in place, with "override by OWNER" as provenance. Returns the values that the new components have no place for."""
     below_model = [slot for slot in schema.slots(root, Recipe) if slot.segments[0] == "model" and slot.node is not None]
     components = [slot for slot in below_model if isinstance(slot.shape, Node) and schema.kind(slot.shape.declared) == KIND]
     problems: list[str] = []

@@ -33,15 +33,6 @@ class Resolution:
     source: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """A path at which two recipes differ; None: the path is not there on that side. Stability: provisional."""
-
-    path: str
-    left: Resolution | None
-    right: Resolution | None
-
-
 @dataclasses.dataclass
 class Resolved:
     """A final recipe with its history. Stability: provisional.
@@ -126,13 +117,6 @@ def load_saved(path: str | Path, overrides: Sequence[str] = (), transforms: Sequ
         raise UsageError(f"{beside}: the decision on {wrong[0]!r} has no `value`.")
     resolved.pinned = decisions
     return resolved
-
-
-def diff(left: Resolved, right: Resolved) -> list[Difference]:
-    """Where two final recipes differ, in order of paths as they stand. Stability: provisional."""
-    paths = dict.fromkeys([*left.values, *right.values])
-    pairs = [Difference(path, left.values.get(path), right.values.get(path)) for path in paths]
-    return [pair for pair in pairs if not (pair.left and pair.right and _same(pair.left.value, pair.right.value))]
 
 
 # ---------------------------------------------------------------- layers

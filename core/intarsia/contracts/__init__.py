@@ -1,7 +1,5 @@
 """The contracts between core and plugins: value types and Protocols. Nothing here imports torch at run time."""
 
-from __future__ import annotations
-
 from intarsia.contracts.data import (
     IGNORE,
     Batch,
@@ -36,6 +34,7 @@ from intarsia.contracts.state import Migrates, Stateful, StateItem, StateKind, S
 from intarsia.contracts.storage import (
     CheckpointBackend,
     CheckpointFormat,
+    CheckpointReader,
     FileRecord,
     HasFolders,
     JSONObject,
@@ -70,6 +69,7 @@ __all__ = [
     "CacheSpec",
     "CheckpointBackend",
     "CheckpointFormat",
+    "CheckpointReader",
     "ContextKind",
     "DataSource",
     "Document",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from intarsia.checkpoint import Checkpoint
+    from intarsia.checkpoint.manifest import Manifest
     from intarsia.config import ModelConfig, TokenizerConfig
     from intarsia.contracts.placement import Box
     from intarsia.contracts.state import StateItem
@@ -126,6 +126,19 @@ class CheckpointBackend(Protocol):
         """Read the listed pieces in any order and hand each one's bytes to `deliver`."""
 
 
+class CheckpointReader(Protocol):
+    """A complete checkpoint, to read. Stability: provisional."""
+
+    location: str
+    manifest: Manifest
+
+    def value(self, key: str) -> Any:
+        """The JSON value of an item."""
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """A new CPU tensor with `box` (None: all) of a stored tensor, in the stored dtype."""
+
+
 @runtime_checkable
 class CheckpointFormat(Protocol):
     """A foreign format of weights or whole states, for `intarsia checkpoint export` and `import`. Built by `target()`. Stability: provisional.
@@ -133,7 +146,7 @@ class CheckpointFormat(Protocol):
     `options` are the command's `--option NAME=VALUE`; unknown names are a UsageError. What one direction cannot do is a UsageError that says so.
     """
 
-    def export(self, checkpoint: Checkpoint, folder: Path, options: Mapping[str, str]) -> list[Path]:
+    def export(self, checkpoint: CheckpointReader, folder: Path, options: Mapping[str, str]) -> list[Path]:
         """Write the checkpoint into the new or empty `folder`, a tensor at a time. Returns the files."""
 
     def import_(self, source: Path, run: Path, options: Mapping[str, str]) -> str:

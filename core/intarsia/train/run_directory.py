@@ -41,15 +41,6 @@ def default_directory(name: str, parent: Path = Path("runs")) -> Path:
     return path
 
 
-def newest_run(name: str, parent: Path = Path("runs")) -> Path:
-    """The newest run of this name below `parent`. Raises UsageError when there is none."""
-    prefix = name.replace("/", "-")
-    runs = [path for glob in (prefix, f"{prefix}-*") for path in parent.glob(glob) if is_run(path)]
-    if not runs:
-        raise UsageError(f"There is nothing to resume: no run of {name!r} under {parent}/. Name its directory: --resume DIR.")
-    return max(runs, key=lambda path: (path / RECIPE).stat().st_mtime)
-
-
 class RunDirectory:
     """A run's own directory, held by a lock while the run is alive."""
 

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from intarsia.checkpoint.facts import check_changes
 from intarsia.checkpoint.manifest import MARKER
 from intarsia.checkpoint.weights import model_differences, open_weights
 from intarsia.comm import Communicator, init_world
-from intarsia.config.resolve import Resolved
+from intarsia.config import ProfileConfig, Resolved
 from intarsia.contracts import Run, StepSummary
 from intarsia.discovery import describe
 from intarsia.errors import CheckpointError, IntarsiaError, PluginError, StoppedWithCheckpoint, UsageError
@@ -31,7 +32,6 @@ from intarsia.train.build import build, choose_kernels
 from intarsia.train.built import Built
 from intarsia.train.evaluate import evaluate
 from intarsia.train.events import EventLog
-from intarsia.train.profile import profiled
 from intarsia.train.run_directory import PLUGINS, RECIPE, RESOLVED, RunDirectory, default_directory
 from intarsia.train.signals import StopSignals
 from intarsia.train.state import ModelState, Progress
@@ -381,3 +381,16 @@ class Trainer:
             except IntarsiaError as error:
                 if self._error is None or self._error["message"] != str(error):
                     logger.error("%s", error)
+
+
+@contextlib.contextmanager
+def profiled(config: ProfileConfig, step: int, rank: int, directory: Path) -> Iterator[None]:
+    """A context for step `step` that writes `traces/step-STEP-rank-RANK.json` when the recipe asks for this step, and does nothing otherwise."""
+    if step not in config.steps:
+        yield
+        return
+    with torch.profiler.profile(profile_memory=config.memory, record_shapes=config.memory) as profiler:
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(directory / "traces" / f"step-{step:06}-rank-{rank:04}.json"))

@@ -10,14 +10,14 @@ from typing import Any
 
 import chz
 import torch
-from intarsia.checkpoint import Checkpoint
+from intarsia.checkpoint.commit import BASE, find_backend
 from intarsia.checkpoint.manifest import TensorRecord
-from intarsia.checkpoint.reader import BASE, find_backend, storage_of_run
 from intarsia.checkpoint.weights import model_differences
 from intarsia.config import Recipe, Resolution, Resolved, TokenizerConfig, flatten, load_saved, resolve
 from intarsia.contracts import Box, ModelEntry, StateKind
 from intarsia.errors import CheckpointError, NumericsError, UsageError, did_you_mean
 from intarsia.plugins import current, import_reference
+from intarsia_checkpoint_formats.reader import Checkpoint, storage_of_run
 from intarsia_checkpoint_formats.weights import CheckpointWeights
 from intarsia_checkpoint_formats.writer import write_checkpoint
 from torch import Tensor

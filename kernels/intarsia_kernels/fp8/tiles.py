@@ -1,6 +1,6 @@
 """Float8 with scales in Triton: weights by tiles, activations by pieces of rows, and the transpose that the input's gradient needs.
 
-The arithmetic is that of `intarsia.ops.float8`, bit for bit: scale = max(largest, 1e-12) / 448 in float32, payload = value * (1 / scale) rounded to nearest even.
+The arithmetic is that of `intarsia_float8.format`, bit for bit: scale = max(largest, 1e-12) / 448 in float32, payload = value * (1 / scale) rounded to nearest even.
 The largest magnitude is found among bit patterns, whose order as integers is that of the numbers, with NaN above all: a NaN is not hidden.
 
 Shape suffixes: M rows, K columns, k pieces of 128 columns; O output and I input features, o and i their tiles.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from intarsia.ops.float8 import FORMAT, LARGEST, SMALLEST
+from intarsia_float8.format import FORMAT, LARGEST, SMALLEST
 from torch import Tensor
 
 PIECE = 128

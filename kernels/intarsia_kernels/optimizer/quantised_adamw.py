@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from intarsia.ops.float8 import FORMAT, LARGEST, SMALLEST
+from intarsia_float8.format import FORMAT, LARGEST, SMALLEST
 from torch import Tensor
 
 from intarsia_kernels.fp8.tiles import TRITON_DTYPES, Boxes, encode, find_box, is_whole, scale_of, tables

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from intarsia import plugins
-from intarsia.config import Difference, Resolution, Resolved, diff, resolve, shapes
+from intarsia.config import Resolution, Resolved, resolve, shapes
 from intarsia.config.paths import folded, split
 from intarsia.config.tree import DEFAULT
+
+from intarsia_console.differences import Difference, diff
 
 BOLD, DIM, PLAIN = "\033[1m", "\033[2m", "\033[0m"
 Row = tuple[str, str, str]

@@ -12,7 +12,7 @@ from intarsia.config import Resolved, resolve
 from intarsia.config.resolve import load_saved
 from intarsia.errors import UsageError
 from intarsia.mesh import check_mesh
-from intarsia.train.run_directory import default_directory, is_run, newest_run
+from intarsia.train.run_directory import RECIPE, default_directory, is_run
 
 
 class TrainCommand:
@@ -117,3 +117,12 @@ def _launch(arguments: argparse.Namespace, directory: Path, processes: int) -> i
 
 
 command = TrainCommand()
+
+
+def newest_run(name: str, parent: Path = Path("runs")) -> Path:
+    """The newest run of this name below `parent`. Raises UsageError when there is none."""
+    prefix = name.replace("/", "-")
+    runs = [path for glob in (prefix, f"{prefix}-*") for path in parent.glob(glob) if is_run(path)]
+    if not runs:
+        raise UsageError(f"There is nothing to resume: no run of {name!r} under {parent}/. Name its directory: --resume DIR.")
+    return max(runs, key=lambda path: (path / RECIPE).stat().st_mtime)

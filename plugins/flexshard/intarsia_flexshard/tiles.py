@@ -1,6 +1,6 @@
 """Quantising a rank's shard and what comes back, on flat buffers: the references, and the kernels that stand in for them on a device.
 
-The format and its arithmetic are `intarsia.ops.float8`'s.
+The format and its arithmetic are `intarsia_float8.format`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from intarsia.device import capabilities
-from intarsia.ops.float8 import FORMAT, dequantise, quantise
+from intarsia_float8.format import FORMAT, dequantise, quantise
 from torch import Tensor
 
 from intarsia_flexshard.wire import QuantisedBox

@@ -18,8 +18,8 @@ from typing import TypeAlias
 
 import torch
 from intarsia.comm import add_parts
-from intarsia.ops.float8 import quantise
 from intarsia.parameters import join_master, split_master
+from intarsia_float8.format import quantise
 from torch import Tensor
 
 Scalar: TypeAlias = "float | Tensor"

@@ -6,7 +6,7 @@ the others. A wire is an object with these attributes (`intarsia_flexshard.quant
     values          the masters of a shard, 1-D; with split masters their high halves
     wire            1-D uint8, in which scales are float32 at multiples of 4
     boxes           (value, payload, scale, rows, columns) of each matrix: where it begins in `values`, where its payload and scales begin on the wire (bytes, float32)
-    tile, power_of_two, dtype       what shares a scale, how it is rounded, and the dtype whose values are quantised; see `intarsia.ops.float8`
+    tile, power_of_two, dtype       what shares a scale, how it is rounded, and the dtype whose values are quantised; see `intarsia_float8.format`
 
 If the optimizer's `takes_sums` is true, the sharder may give `step_quantising(factor, names, wires, sums)` gradients of split masters as contributions that have not been added,
 instead of `.grad`. `sums` is an object with these attributes (`intarsia_flexshard.reduction.Sums` is one):

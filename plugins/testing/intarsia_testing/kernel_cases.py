@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from intarsia.ops import Packing
-from intarsia.ops.float8 import quantise
+from intarsia_float8.format import quantise
 from torch import Tensor
 
 SIZES = (1, 15, 63, 300)

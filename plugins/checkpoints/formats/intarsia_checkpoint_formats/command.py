@@ -11,10 +11,12 @@ from typing import Any
 
 from intarsia import plugins
 from intarsia.checkpoint import commit
+from intarsia.checkpoint.commit import BASE
 from intarsia.checkpoint.manifest import TensorRecord, describe
-from intarsia.checkpoint.reader import BASE, Checkpoint, open_checkpoint, storage_of_run
 from intarsia.contracts import Box
 from intarsia.errors import CheckpointError, UsageError
+
+from intarsia_checkpoint_formats.reader import Checkpoint, open_checkpoint, storage_of_run
 
 BLOCK_ELEMENTS = 1 << 22
 """Elements of a tensor that `diff` holds at once."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from intarsia.checkpoint import Checkpoint, CheckpointRef, open_checkpoint
+from intarsia.checkpoint import CheckpointRef
+from intarsia.checkpoint.commit import BASE, find_backend
 from intarsia.checkpoint.manifest import MANIFEST, MARKER
-from intarsia.checkpoint.reader import BASE, find_backend, storage_of_folder, storage_of_run
 from intarsia.contracts import Storage
 from intarsia.errors import UsageError, did_you_mean
 from intarsia.plugins import current
 
+from intarsia_checkpoint_formats.reader import Checkpoint, open_checkpoint, storage_of_folder, storage_of_run
 from intarsia_checkpoint_formats.weights import CheckpointWeights
 from intarsia_checkpoint_formats.writer import write_checkpoint
 

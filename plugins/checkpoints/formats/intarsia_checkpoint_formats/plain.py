@@ -9,9 +9,8 @@ from pathlib import Path
 
 import safetensors
 import torch
-from intarsia.checkpoint import Checkpoint
+from intarsia.checkpoint.commit import BASE, find_backend
 from intarsia.checkpoint.manifest import TensorRecord
-from intarsia.checkpoint.reader import BASE, find_backend, storage_of_run
 from intarsia.checkpoint.staging import dtype_name
 from intarsia.errors import CheckpointError, UsageError
 from intarsia.layout import DTYPE_BYTES
@@ -19,6 +18,7 @@ from intarsia.plugins import current
 from safetensors.torch import save_file
 
 from intarsia_checkpoint_formats.native import check_options
+from intarsia_checkpoint_formats.reader import Checkpoint, storage_of_run
 from intarsia_checkpoint_formats.writer import write_checkpoint
 
 HEADER_BYTES = 50 << 20

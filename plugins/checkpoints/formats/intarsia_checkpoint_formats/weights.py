@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from intarsia.checkpoint import Checkpoint
 from intarsia.config import ModelConfig, Recipe, TokenizerConfig, load_saved, rebuild
 from intarsia.contracts import Box
 from intarsia.errors import UsageError
+
+from intarsia_checkpoint_formats.reader import Checkpoint
 
 if TYPE_CHECKING:
     from intarsia.plugins import Plugins

@@ -1,4 +1,4 @@
-"""The operator `scaled_linear`: a linear layer that reads its weight as float8 with one scale for each tile (`intarsia.ops.float8`).
+"""The operator `scaled_linear`: a linear layer that reads its weight as float8 with one scale for each tile (`intarsia_float8.format`).
 
 Shape suffixes: N tokens of any arrangement, I input and O output features, i and o their tiles.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from intarsia import ops
-from intarsia.ops.float8 import dequantise
+from intarsia_float8.format import dequantise
 from torch import Tensor
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from intarsia.ops.float8 import dequantise
+from intarsia_float8.format import dequantise
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 

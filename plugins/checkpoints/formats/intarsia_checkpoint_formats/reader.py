@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from intarsia.checkpoint import commit
+from intarsia.checkpoint.commit import BASE, find_backend
 from intarsia.checkpoint.manifest import MANIFEST, MARKER, Manifest
 from intarsia.contracts import Box, CheckpointBackend, Storage
 from intarsia.errors import CheckpointError, UsageError, did_you_mean
@@ -15,9 +16,6 @@ from intarsia.plugins import Plugins, current
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# Folder of a run's checkpoints in its storage.
-BASE = "checkpoints"
 
 
 class Checkpoint:
@@ -46,7 +44,6 @@ class Checkpoint:
         CheckpointError where a file that holds the tensor was changed: each one's hash is compared before anything of it is read.
         """
         import torch
-
         from intarsia.checkpoint.loading import read_into
         from intarsia.checkpoint.staging import Target
 
@@ -79,15 +76,6 @@ class Checkpoint:
         known = {f"{self.folder}/{name}" for name in (*self.manifest.files, MANIFEST, MARKER)}
         surplus = [name for name in self.storage.list(self.folder) if name not in known]
         return found + [(name[len(self.folder) + 1 :], "does not belong to the checkpoint") for name in surplus]
-
-
-def find_backend(name: str, plugins: Plugins) -> CheckpointBackend:
-    """The backend that wrote a checkpoint, with default settings: reading never depends on them."""
-    try:
-        entry = plugins.registry("checkpoint backend").find(name)
-    except UsageError as error:
-        raise CheckpointError(f"The checkpoint was written by the backend {name!r}, which is not installed. {error}") from error
-    return plugins.build(plugins.config_class(entry)())
 
 
 def storage_of_folder(folder: Path, plugins: Plugins | None = None) -> Storage:
