@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import chz
 from intarsia.config import ParallelConfig, RoleConfig
+from intarsia_models_common.moe.config import DispatcherConfig
 
 
 @chz.chz(typecheck=True)
@@ -23,6 +24,9 @@ class DeclaredConfig(ParallelConfig):
     )
 
     # Experts (experts/).
+    dispatcher: DispatcherConfig | None = chz.field(
+        default=None, doc="How tokens come to experts on other ranks; none: all_to_all. A role's own setting goes before it."
+    )
 
     # Pipeline stages.
     stages: tuple[str, ...] | None = chz.field(

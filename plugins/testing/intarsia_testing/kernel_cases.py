@@ -135,6 +135,57 @@ def _cross_entropy(normal: Normal) -> Iterator[Case]:
     yield Case("every label ignored", {"hidden_ND": normal(15, 63), "weight_VD": normal(63, 63)}, nothing)
 
 
+GROUPS = ((0, 3, 0, 60, 0), (15, 0, 0, 0, 0), (0, 0, 0, 0, 0), (1, 1, 300, 1, 7))
+"""Rows of five groups."""
+
+
+def _grouped_linear(normal: Normal) -> Iterator[Case]:
+    # Whole multiples of 8, which tensor cores take, and other sizes; tails of rows that belong to no group.
+    for counts, tail, inputs, outputs in zip(GROUPS, (0, 5, 9, 1), (64, 15, 8, 128), (8, 63, 8, 72), strict=True):
+        tensors = {"x_MI": normal(sum(counts) + tail, inputs), "weight_EOI": normal(5, outputs, inputs) / inputs**0.5}
+        yield Case(f"groups of {counts} rows and {tail} more, {inputs} -> {outputs}", tensors, {"counts_E": torch.tensor(counts)})
+    tensors = {"x_MI": normal(63, 64), "weight_EOI": normal(1, 16, 64)}
+    yield Case("one group", tensors, {"counts_E": torch.tensor([63])})
+
+
+def _scaled_grouped_linear(normal: Normal) -> Iterator[Case]:
+    for counts, tail, inputs, outputs, tile in (
+        (GROUPS[0], 5, 256, 128, (128, 128)),
+        (GROUPS[3], 0, 24, 40, (8, 16)),
+        (GROUPS[2], 3, 16, 8, (8, 8)),
+    ):
+        payload, scales = quantise(normal(5, outputs, inputs).float() / inputs**0.5, tile)
+        tensors = {"x_MI": normal(sum(counts) + tail, inputs), "weight_EOI": normal(5, outputs, inputs)}
+        fixed = {"payload_EOI": payload, "scales_Eoi": scales, "counts_E": torch.tensor(counts), "tile": tile}
+        yield Case(f"groups of {counts} rows and {tail} more, {inputs} -> {outputs}, tiles of {tile[0]} x {tile[1]}", tensors, fixed)
+
+
+def _router_linear(normal: Normal) -> Iterator[Case]:
+    for tokens, dim, experts in ((1, 15, 8), (63, 64, 7), (300, 100, 64)):
+        yield Case(f"{tokens} tokens of {dim}, {experts} experts", {"x_ND": normal(tokens, dim), "weight_ED": normal(experts, dim)}, {})
+
+
+def _routes(tokens: int, k: int, dropped: int, tail: int) -> dict[str, Tensor]:
+    """Pairs in a fixed disorder; some are dropped, and some rows serve none."""
+    pairs = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(tokens))[dropped:]
+    places = torch.full((tokens * k,), -1)
+    places[pairs] = torch.arange(len(pairs))
+    return {"pairs_M": torch.cat([pairs, pairs.new_full((tail,), -1)]), "places_NK": places.view(tokens, k)}
+
+
+def _permute(normal: Normal) -> Iterator[Case]:
+    for tokens, k, dim, dropped, tail in ((1, 1, 15, 0, 0), (9, 2, 100, 0, 0), (7, 3, 300, 7, 5), (10, 6, 64, 0, 0), (0, 2, 8, 0, 3)):
+        label = f"{tokens} tokens of {dim} to {k} experts each, {dropped} pairs dropped, {tail} rows of tail"
+        yield Case(label, {"x_ND": normal(tokens, dim)}, _routes(tokens, k, dropped, tail))
+
+
+def _combine(normal: Normal) -> Iterator[Case]:
+    for tokens, k, dim, dropped, tail in ((1, 1, 15, 0, 0), (9, 2, 100, 0, 0), (7, 3, 300, 7, 5), (10, 6, 64, 0, 0), (0, 2, 8, 0, 3)):
+        label = f"{tokens} tokens of {dim} from {k} experts each, {dropped} pairs dropped, {tail} rows of tail"
+        tensors = {"y_MD": normal(tokens * k - dropped + tail, dim), "weights_NK": normal(tokens, k)}
+        yield Case(label, tensors, _routes(tokens, k, dropped, tail))
+
+
 PACKED = ((3, 1, 40, 19), (63,), (62, 1))
 """Documents of three rows of 63 tokens."""
 
@@ -201,6 +252,11 @@ _CASES: dict[str, Callable[[Normal], Iterator[Case]]] = {
     "embedding": _embedding,
     "cross_entropy": _cross_entropy,
     "attention": _attention,
+    "grouped_linear": _grouped_linear,
+    "scaled_grouped_linear": _scaled_grouped_linear,
+    "router_linear": _router_linear,
+    "permute": _permute,
+    "combine": _combine,
 }
 
 

@@ -1,0 +1,89 @@
+"""Kernels for mixtures of experts. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from intarsia.contracts import KernelEntry
+from intarsia.hookspecs import hookimpl
+
+INTARSIA_API = 1
+
+_MOE = "intarsia_kernels.moe"
+
+
+@hookimpl
+def offer_kernels() -> Sequence[KernelEntry]:
+    """For the operators of `intarsia_models_common.moe`, and `swiglu`."""
+    wide = {"*@float32": 2e-5, "*@bfloat16": 1e-2, "*@float16": 2e-3}
+    return [
+        KernelEntry(
+            name="permute/triton",
+            op="permute",
+            target=f"{_MOE}.rows:permute",
+            doc="A program for a row; a token's gradient is summed in float32 by one program.",
+            needs=("cuda", "triton"),
+            dtypes=("float32", "bfloat16", "float16"),
+            bounds=wide,
+            invariant=True,
+            in_compile=True,
+            priority=10,
+        ),
+        KernelEntry(
+            name="combine/triton",
+            op="combine",
+            target=f"{_MOE}.rows:combine",
+            doc="A token's rows are weighted and summed in float32 by one program; backward gives rows and weights their gradients in one pass.",
+            needs=("cuda", "triton"),
+            dtypes=("float32", "bfloat16", "float16"),
+            bounds=wide,
+            invariant=True,
+            in_compile=True,
+            priority=10,
+        ),
+        KernelEntry(
+            name="swiglu/triton",
+            op="swiglu",
+            target=f"{_MOE}.swiglu:swiglu",
+            doc="silu(gate) * up in one pass, and both gradients in one.",
+            needs=("cuda", "triton"),
+            dtypes=("float32", "bfloat16", "float16"),
+            bounds=wide,
+            invariant=True,
+            in_compile=True,
+            priority=10,
+        ),
+        KernelEntry(
+            name="grouped_linear/grouped_mm",
+            op="grouped_linear",
+            target=f"{_MOE}.products:grouped_linear",
+            doc="torch's grouped product for all groups at once, without waiting for their sizes on the host.",
+            needs=("cuda", "sm90", "triton"),
+            dtypes=("bfloat16",),
+            bounds={"*@bfloat16": 2e-2, "*@float32": 2e-5},
+            in_compile=True,
+            priority=10,
+        ),
+        KernelEntry(
+            name="scaled_grouped_linear/grouped_mm",
+            op="scaled_grouped_linear",
+            target=f"{_MOE}.products:scaled_grouped_linear",
+            doc="Float8 weights expanded by a kernel of their own, then the product in force for grouped_linear.",
+            needs=("cuda", "triton"),
+            dtypes=("float32", "bfloat16", "float16"),
+            bounds={"*@float32": 2e-5, "*@bfloat16": 2e-2, "*@float16": 4e-3},
+            in_compile=True,
+            priority=10,
+        ),
+        KernelEntry(
+            name="router_linear/split",
+            op="router_linear",
+            target=f"{_MOE}.router:router_linear",
+            doc="Float32 logits by bfloat16 tensor cores: the weight is split into three parts that add up to it.",
+            needs=("cuda", "sm80"),
+            dtypes=("bfloat16",),
+            bounds={"output@bfloat16": 1e-5, "*@bfloat16": 1e-2},
+            in_compile=True,
+            priority=10,
+        ),
+    ]

@@ -1,0 +1,182 @@
+"""`permute` and `combine` in Triton. N tokens, K experts of a token, M rows for experts, D model width.
+
+Every row is read and written once: permute moves M D, its gradient and combine read M D and write N D, combine's gradient reads the rows for the weights' gradients while it writes theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+MAX_BLOCK = 4096
+"""Columns that a program holds at once."""
+
+
+@triton.jit
+def _spread(
+    x_pointer,
+    rows_pointer,
+    pairs_pointer,
+    weights_pointer,
+    y_pointer,
+    dots_pointer,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    IS_GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """rows[m] = x[token of pair m], 0 in the tail; as combine's gradient times the pair's weight, with x[token] . y[m] for that weight."""
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.load(pairs_pointer + row)
+    inside_rows = pair >= 0
+    pair = tl.maximum(pair, 0)
+    weight = 1.0
+    if IS_GRADIENT:
+        weight = tl.load(weights_pointer + pair, mask=inside_rows, other=0.0).to(tl.float32)
+    dot = 0.0
+    for start in range(0, COLUMNS, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        mask = offsets < COLUMNS
+        x = tl.load(x_pointer + pair // K * COLUMNS + offsets, mask=mask & inside_rows, other=0.0)
+        if IS_GRADIENT:
+            wide = x.to(tl.float32)
+            y = tl.load(y_pointer + row * COLUMNS + offsets, mask=mask & inside_rows, other=0.0).to(tl.float32)
+            dot += tl.sum(wide * y, axis=0)
+            x = (wide * weight).to(rows_pointer.dtype.element_ty)
+        tl.store(rows_pointer + row * COLUMNS + offsets, x, mask=mask)
+    if IS_GRADIENT:
+        tl.store(dots_pointer + pair, dot, mask=inside_rows)
+
+
+@triton.jit
+def _gather(
+    rows_pointer,
+    places_pointer,
+    weights_pointer,
+    y_pointer,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    IS_WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """y[n] = the sum over k of rows[places[n, k]], times the weight, in the order of k; a negative place adds nothing."""
+    token = tl.program_id(0).to(tl.int64)
+    for start in range(0, COLUMNS, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        mask = offsets < COLUMNS
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+        for k in tl.static_range(K):
+            place = tl.load(places_pointer + token * K + k)
+            part = tl.load(rows_pointer + place * COLUMNS + offsets, mask=mask & (place >= 0), other=0.0).to(tl.float32)
+            if IS_WEIGHTED:
+                part *= tl.load(weights_pointer + token * K + k).to(tl.float32)
+            total += part
+        tl.store(y_pointer + token * COLUMNS + offsets, total.to(y_pointer.dtype.element_ty), mask=mask)
+
+
+def _launch(columns: int) -> dict[str, int]:
+    block = min(MAX_BLOCK, triton.next_power_of_2(max(columns, 1)))
+    return {"BLOCK": block, "num_warps": 8 if block >= 4096 else 4 if block >= 512 else 1}
+
+
+@triton_op("intarsia::moe_permute", mutates_args={})
+def spread(x_ND: Tensor, pairs_M: Tensor, k: int) -> Tensor:
+    """[M, D]: x of each row's token, of contiguous x."""
+    rows_MD = x_ND.new_empty(pairs_M.shape[0], x_ND.shape[1])
+    if rows_MD.numel():
+        wrap_triton(_spread)[(rows_MD.shape[0],)](
+            x_ND, rows_MD, pairs_M, x_ND, x_ND, x_ND, COLUMNS=x_ND.shape[1], K=k, IS_GRADIENT=False, **_launch(x_ND.shape[1])
+        )
+    return rows_MD
+
+
+@triton_op("intarsia::moe_combine_gradient", mutates_args={})
+def spread_weighted(grad_ND: Tensor, y_MD: Tensor, weights_NK: Tensor, pairs_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows [M, D] and, in float32, of the weights [N, K], from the combined rows' gradient."""
+    grad_y_MD, grad_weights_NK = torch.empty_like(y_MD), torch.zeros_like(weights_NK, dtype=torch.float32)
+    if y_MD.numel():
+        wrap_triton(_spread)[(y_MD.shape[0],)](
+            grad_ND,
+            grad_y_MD,
+            pairs_M,
+            weights_NK,
+            y_MD,
+            grad_weights_NK,
+            COLUMNS=y_MD.shape[1],
+            K=weights_NK.shape[1],
+            IS_GRADIENT=True,
+            **_launch(y_MD.shape[1]),
+        )
+    return grad_y_MD, grad_weights_NK
+
+
+@triton_op("intarsia::moe_gather", mutates_args={})
+def gather(rows_MD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
+    """[N, D]: the (weighted) sum of each token's rows."""
+    tokens, k = places_NK.shape
+    y_ND = rows_MD.new_empty(tokens, rows_MD.shape[1])
+    if y_ND.numel():
+        weights = rows_MD if weights_NK is None else weights_NK
+        wrap_triton(_gather)[(tokens,)](
+            rows_MD,
+            places_NK,
+            weights,
+            y_ND,
+            COLUMNS=rows_MD.shape[1],
+            K=k,
+            IS_WEIGHTED=weights_NK is not None,
+            **_launch(rows_MD.shape[1]),
+        )
+    return y_ND
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, pairs_M: Tensor, places_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(places_NK)
+        return spread(x_ND.contiguous(), pairs_M, places_NK.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return gather(grads[0].contiguous(), ctx.saved_tensors[0], None), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_MD: Tensor, weights_NK: Tensor, pairs_M: Tensor, places_NK: Tensor) -> Tensor:
+        y_MD, weights_NK = y_MD.contiguous(), weights_NK.contiguous()
+        ctx.save_for_backward(y_MD, weights_NK, pairs_M)
+        return gather(y_MD, places_NK, weights_NK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y_MD, weights_NK, pairs_M = ctx.saved_tensors
+        grad_y_MD, grad_weights_NK = spread_weighted(grads[0].contiguous(), y_MD, weights_NK, pairs_M)
+        return grad_y_MD, grad_weights_NK.to(weights_NK.dtype), None, None
+
+
+def permute(x_ND: Tensor, pairs_M: Tensor, places_NK: Tensor) -> Tensor:
+    """As the operator `permute`."""
+    return _Permute.apply(x_ND, pairs_M.contiguous(), places_NK.contiguous())
+
+
+def combine(y_MD: Tensor, weights_NK: Tensor, pairs_M: Tensor, places_NK: Tensor) -> Tensor:
+    """As the operator `combine`."""
+    return _Combine.apply(y_MD, weights_NK, pairs_M.contiguous(), places_NK.contiguous())
+
+
+def _supports_permute(x_ND: Tensor, pairs_M: Tensor, places_NK: Tensor) -> str | None:
+    return "it sums in float32" if x_ND.dtype == torch.float64 else None
+
+
+def _supports_combine(y_MD: Tensor, weights_NK: Tensor, pairs_M: Tensor, places_NK: Tensor) -> str | None:
+    return "it sums in float32" if y_MD.dtype == torch.float64 else None
+
+
+permute.supports = _supports_permute  # type: ignore[attr-defined]
+combine.supports = _supports_combine  # type: ignore[attr-defined]
