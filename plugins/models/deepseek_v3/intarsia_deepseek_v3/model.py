@@ -83,6 +83,10 @@ class DeepSeekV3(LanguageModel):
         blocks = plain.blocks + depths
         return dataclasses.replace(plain, blocks=blocks, compile=blocks, ties=(names,) if len(names) > 1 else (), stages=plain.blocks)
 
+    def stage_modules(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Outside of the blocks and depths: what a pipeline's first stage needs, and what its last."""
+        return ("tok_embeddings",), ("norm", "head", *(("following_embeddings",) if self.predicts_ahead else ()))
+
     def flops_per_token(self, sequence_tokens: int) -> float:
         """The head is multiplied by once for each depth more."""
         return super().flops_per_token(sequence_tokens) + 3.0 * self.predicts_ahead * 2.0 * self.config.vocab_size * self.config.dim

@@ -42,8 +42,8 @@ def debug() -> Recipe:
         engine=EagerConfig(),
         sharder=FlexShardConfig(),
         checkpoint=CheckpointConfig(every=100, backend=StreamConfig(), storage=PosixConfig()),
-        train=TrainConfig(steps=300, sequence_length=256, micro_batch=8, global_batch=8),
-        evaluation=EvaluationConfig(every=100, batches=16),
+        train=TrainConfig(steps=200, sequence_length=256, micro_batch=8, global_batch=8),
+        evaluation=EvaluationConfig(every=50, batches=16),
     )
 
 
