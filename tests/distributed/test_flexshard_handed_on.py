@@ -42,6 +42,7 @@ def double_kernels(seen: list[bool]) -> None:
             seen.append(isinstance(arguments[4], tuple))
             return reference(*arguments)  # type: ignore[misc]
 
+        kernel.takes_sums = True  # type: ignore[attr-defined]
         return chosen(op, *rest) if reference is None else kernel
 
     adamw.choose_kernel = choose

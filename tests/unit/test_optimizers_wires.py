@@ -10,6 +10,7 @@ import pytest
 import torch
 from intarsia.comm import SelfCommunicator
 from intarsia.contracts import OptimizerGroup
+from intarsia_flexshard import reduction
 from intarsia_flexshard.payload import PlainPayload, step_quantising
 from intarsia_flexshard.quantised import WireViews
 from intarsia_flexshard.tiles import quantise_tiles
@@ -102,3 +103,47 @@ def test_a_wire_is_not_written_unless_all_of_it_is() -> None:
 
     plain: Any = Plain()
     assert step_quantising(plain, 1.0, ("a",), [payload]) == [] and plain.steps == 1
+
+
+@pytest.mark.parametrize("can", (False, True))
+def test_kernels_are_given_contributions_only_if_they_say_so(can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that does not, neither the update nor the sharder hears of them."""
+    seen: set[tuple[str, bool]] = set()
+
+    def kernel(*arguments: Any) -> None:
+        seen.add(("update", isinstance(arguments[4], tuple)))
+        updates.adamw_update(*arguments)
+
+    def quantised(*arguments: Any) -> bool:
+        seen.add(("quantised", isinstance(arguments[4], tuple)))
+        return updates.adamw_quantised(*arguments)
+
+    kernel.takes_sums = can  # type: ignore[attr-defined]
+    monkeypatch.setattr(adamw, "choose_kernel", lambda op, *rest: {"adamw_update": kernel, "adamw_quantised": quantised}[op])
+    one, other = Shards(split=True), Shards(split=True)
+    optimizers = [built(AdamWConfig(decay_vectors=True), shards) for shards in (one, other)]
+    assert optimizers[0].takes_sums == can
+    assert not built(AdamConfig(l2=0.1), one).takes_sums
+    if not can:
+        return
+    for shards in (one, other):
+        shards.differentiate(0)
+    size = next(iter(one.parameters.values())).untyped_storage().nbytes() // 2
+    mine, theirs = torch.zeros(size, dtype=torch.bfloat16), torch.ones(size, dtype=torch.bfloat16)
+    begins = {parameter: int(parameter.storage_offset()) for parameter in one.parameters.values()}
+    for parameter, begin in begins.items():
+        assert parameter.grad is not None
+        mine[begin : begin + parameter.numel()] = parameter.grad.flatten()
+        parameter.grad = None
+    for parameter in other.parameters.values():
+        assert parameter.grad is not None
+        parameter.grad = (parameter.grad.bfloat16().float() + 1.0) * 0.5
+    sums = reduction.Sums((mine, theirs), 0.5, begins)
+    for wires, quantises in (([], False), ([wire_of(one)], True)):
+        seen.clear()
+        optimizers[0].step_quantising(1.0, tuple(one.parameters), wires, sums)
+        # The one that quantises has not said that it takes them.
+        assert seen == {("update", True), *([("quantised", False)] if quantises else [])}
+        optimizers[1].step_quantising(1.0, tuple(other.parameters), [wire_of(other)] if quantises else [])
+    for name, value in other.masters().items():
+        assert torch.equal(one.masters()[name], value), name

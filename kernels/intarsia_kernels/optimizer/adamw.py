@@ -163,3 +163,4 @@ def supports(
 
 
 fused_adamw.supports = supports  # type: ignore[attr-defined]
+fused_adamw.takes_sums = True  # type: ignore[attr-defined]

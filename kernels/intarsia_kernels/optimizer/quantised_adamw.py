@@ -125,3 +125,4 @@ def supports(
 
 
 adamw_quantised.supports = supports  # type: ignore[attr-defined]
+adamw_quantised.takes_sums = True  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from intarsia_optimizers.config import AdamConfig, AdamWConfig
 from intarsia_optimizers.elementwise import Elementwise, ElementwiseOptimizer, Rule
-from intarsia_optimizers.kernels import choose_kernel
+from intarsia_optimizers.kernels import choose_kernel, takes_sums
 from intarsia_optimizers.settings import by_decay, check_state_dtype, group_settings
 from intarsia_optimizers.updates import Box, Gradient, Scalar, Tensors, adam_lists, adamw_update, summed
 from intarsia_optimizers.wires import Wire, nothing_quantised
@@ -53,7 +53,7 @@ class AdamRule(Rule):
     @property
     def takes_sums(self) -> bool:
         """See `Rule.takes_sums`."""
-        return not self.l2 and self.implementation.kernel is not adamw_update
+        return not self.l2 and takes_sums(self.implementation.kernel)
 
     def plain(self, values: Tensors, gradients: Tensors, states: Sequence[Tensors], steps: Tensors, lr: Scalar) -> None:
         """See `Rule.plain`."""
@@ -92,9 +92,12 @@ class AdamRule(Rule):
         wire: Wire,
     ) -> bool:
         """See `Rule.quantising`."""
+        kernel = self.implementation.quantising
+        if self.l2 or kernel is nothing_quantised:
+            return False
         how = (wire.wire, boxes, wire.tile, wire.power_of_two, wire.dtype)
-        update = (value, low, *states, gradient, step, lr, self.betas, self.eps, self.weight_decay)
-        return not self.l2 and self.implementation.quantising(*update, *how)
+        given = gradient if takes_sums(kernel) else summed(gradient)
+        return bool(kernel(value, low, *states, given, step, lr, self.betas, self.eps, self.weight_decay, *how))
 
 
 def has_fused(parameters: Sequence[Tensor]) -> bool:

@@ -83,4 +83,10 @@ def _guarded(kernel: Callable[..., Any], name: str, reference: Callable[..., Any
             log.info("%s cannot take this call (%s); the reference does", name, reason)
         return reference(*arguments)
 
+    run.takes_sums = takes_sums(kernel)  # type: ignore[attr-defined]
     return run
+
+
+def takes_sums(kernel: Callable[..., Any]) -> bool:
+    """Whether a kernel takes a gradient as contributions that have not been added (`intarsia_optimizers.updates.Gradient`): it says so by an attribute."""
+    return getattr(kernel, "takes_sums", False)
