@@ -17,7 +17,7 @@ from intarsia.errors import CheckpointError, UsageError, did_you_mean
 if TYPE_CHECKING:
     from intarsia.plugins import Plugins
 
-NO_MATTER = ("max_positions", "initial_std", "embedding_std")
+NO_MATTER = ("max_positions", "initial_std", "embedding_std", "bias_rate", "balance_loss", "sequence_loss", "sequence", "z_loss", "jitter", "dispatcher")
 
 
 def check_fit(weights: WeightReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
@@ -36,7 +36,7 @@ def check_fit(weights: WeightReader, wanted: Mapping[str, tuple[int, ...]]) -> N
 
 
 def model_differences(recipe: Recipe, model: ModelConfig, plugins: Plugins) -> list[str]:
-    """Where a recipe's model computes something else than `model`, both sides of each. How parameters start is no matter, nor is `max_positions`."""
+    """Where a recipe's model computes something else than `model`, both sides of each. How parameters start is no matter, nor are `max_positions` and what keeps experts busy in training."""
     one, other = (flatten(each, plugins) for each in (recipe, chz.replace(recipe, model=model)))
     paths = [path for path in one | other if path.startswith("model") and path.rpartition(".")[2] not in NO_MATTER]
     return [f"{path} is {one.get(path)!r}, there {other.get(path)!r}" for path in paths if one.get(path) != other.get(path)]

@@ -76,9 +76,12 @@ class Model(Protocol):
 class HFRule:
     """One row of a Hugging Face table. Stability: provisional.
 
-    `theirs` and `ours` are names with at most one `{i}` for the layer. `op` is what happens to the tensor on import (export does the
+    `theirs` and `ours` are names with at most one `{i}` for the layer; in `theirs` `{i+FIELD}` counts from what the config's FIELD says (layers behind the last). A rule
+    whose `ours` the model does not have makes no row, so that one table serves layers that differ. `op` is what happens to the tensor on import (export does the
     inverse): `same`; `transpose`; `rope_half_to_pairs` with `heads` (a config field's name) to permute rows; `split:K` when `ours`
-    is a tuple of K names that theirs concatenates along dim 0, `stack` when `theirs` has an `{e}` that ours stacks along a new dim 0.
+    is a tuple of K names that theirs concatenates along dim 0; `stack` when `theirs` has an `{e}` that ours stacks along a new dim 0 (`HFTable.extra["experts_field"]`
+    names the config field that counts them); `copy` for a further copy of what another rule carries: written on export, compared on import where it is there;
+    `heads` then names the config field that says for how many `{i}`.
     """
 
     theirs: str
@@ -93,7 +96,8 @@ class HFTable:
 
     `config_to_ours(config_json) -> model config` and `config_to_theirs(model config) -> dict` are "module:function" strings.
     `ignored` are names in their files that carry nothing (`*.rotary_emb.inv_freq`), as globs. A checkpoint is read strictly: every name of theirs is
-    used or ignored, every name of ours is filled.
+    used or ignored, every name of ours is filled, persistent buffers included. `extra["hints"]` maps a glob on our names to a sentence for the message where
+    such a name's tensors are missing.
     """
 
     rules: tuple[HFRule, ...]

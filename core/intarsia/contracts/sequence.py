@@ -75,7 +75,9 @@ class SequenceContext(Protocol):
     def latent(self, mixer: str, latent_BSC: Tensor, attend: Callable[..., Tensor], **settings: Any) -> Tensor:
         """Attention over a compressed latent (MLA): the context keeps the latent and calls `attend(latent_BTC, positions_BT, documents_BT, **settings)`
         with all that it keeps: each entry's position, and its document (negative: an empty slot; None in place of the tensor: all are one). What the
-        new tokens may see of it is `attend`'s to decide, by `ops.attention`. Returns what `attend` returns."""
+        new tokens may see of it is `attend`'s to decide, by `ops.attention`: their own positions are the context's `positions_BS`, their documents its `documents_BS`
+        (absent or None: they belong to every document that is there). Where `positions_BT` is `positions_BS` itself, the entries are the new tokens, in order. Returns
+        what `attend` returns."""
 
     def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
         """A recurrence with a state for each sequence: the context calls `update(*inputs, state=..., documents_BS=..., **settings)`, which returns

@@ -113,7 +113,7 @@ def parallelise(built: Built) -> None:
     """Let the recipe's paralleliser cut the model, or `declared` where the recipe names none and the mesh needs one."""
     recipe, plugins = built.resolved.recipe, built.plugins
     needed = [f"{axis} {built.mesh.sizes[axis]}" for axis in ("pp", "cp", "tp", "ep") if built.mesh.sizes[axis] > 1]
-    config = recipe.parallel
+    config: Config | None = recipe.parallel
     if config is None and needed:
         declared = [entry for entry in plugins.registry("paralleliser").entries() if entry.name == "declared"]
         if not declared:
