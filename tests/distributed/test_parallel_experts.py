@@ -212,7 +212,7 @@ def test_overflow_is_an_error_of_the_step_on_every_rank() -> None:
     def work(comm: Communicator) -> str:
         layer, y = overflowing(comm, "error")
         y.sum().backward()
-        with pytest.raises(UsageError, match="16 pairs.*Raise the dispatcher's `factor`") as caught:
+        with pytest.raises(UsageError, match=r"16 pairs.*Raise the dispatcher's `factor`") as caught:
             layer.reduce(comm.all_reduce)
         layer.reduce(comm.all_reduce)  # told once
         return str(caught.value)
@@ -262,7 +262,7 @@ def test_capacity_is_settled_by_the_first_pass_and_kept() -> None:
 def test_the_roles_checks() -> None:
     layer = whole(SoftmaxRouterConfig(experts=4, top_k=2))
     role = build_role(ExpertConfig())
-    with pytest.raises(UsageError, match="4 experts, too few for mesh.ep = 8.*The most is ep=4"):
+    with pytest.raises(UsageError, match=r"4 experts, too few for mesh\.ep = 8.*The most is ep=4"):
         role.check("layers.0.feed_forward.experts", layer.experts, {"ep": 8})
     with pytest.raises(UsageError, match="role expert and is a SwiGLU"):
         role.check("layers.0.feed_forward.shared", layer.shared, {"ep": 2})

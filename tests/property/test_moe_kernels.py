@@ -89,7 +89,7 @@ def check_products() -> None:
         wanted = run(GROUPED_LINEAR.reference, case.arguments(torch.float64, "cpu", torch.float32), "grouped_linear")
         for name, value in wanted.items():
             torch.testing.assert_close(
-                found[name].double(), value, rtol=2e-5, atol=2e-5, msg=lambda text, name=name: f"{case.label}, {name}: {text}"
+                found[name].double(), value, rtol=2e-5, atol=2e-5, msg=lambda text, where=(case.label, name): f"{where}: {text}"
             )
     assert taken >= 4
     for groups in (1, 3):  # A product that leaves its memory as it was.

@@ -1,0 +1,254 @@
+"""A mixture-of-experts layer on a GPU against the grouped products in it, forward and backward, as JSON.
+
+    python benchmarks/moe_layer_gpu.py                    # DeepSeek-V2-Lite's layer: width 2048, 64 experts of 1408, 6 to a token, 16,384 tokens, bfloat16
+    python benchmarks/moe_layer_gpu.py --debug-sizes      # seconds on a CPU, float32
+
+`layer` is one forward and backward of the whole layer without its shared expert: router, permutation, experts, combination, gradients of input and all parameters. `products` are
+the nine grouped products in it alone (three forward, each with its input's and its weight's gradient), on the same counts, by the kernel that the layer uses. Rates count the FLOPs
+of the experts' products only: `ratio` = the layer's rate / the products' rate. The two are timed by turns; times are medians of CUDA events, raw ones are in the output.
+`pieces` are the layer's other parts, each timed alone, with the bytes that they must move. `kernels` is the layer's profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from intarsia import ops, plugins
+from intarsia.device import capabilities, describe
+from intarsia_models_common.build import Scope
+from intarsia_models_common.moe import products as references
+from intarsia_models_common.moe.block import MoE
+from intarsia_models_common.moe.config import (
+    ForcedBalancedRouterConfig,
+    GroupLimitedRouterConfig,
+    MoEConfig,
+    RouterConfig,
+    SoftmaxRouterConfig,
+)
+from intarsia_models_common.moe.dispatch import sort_pairs
+from intarsia_models_common.moe.operators import COMBINE, GROUPED_LINEAR, PERMUTE, ROUTER_LINEAR
+from torch import Tensor, nn
+
+CUDA = torch.cuda.is_available()
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    """One call."""
+    if not CUDA:
+        begin = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - begin)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def by_turns(calls: dict[str, Callable[[], Any]], rounds: int, warmup: int) -> dict[str, list[float]]:
+    """Times of every call, one of each in turn."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(warmup + rounds):
+        for name, call in calls.items():
+            taken = milliseconds(call)
+            if number >= warmup:
+                times[name].append(taken)
+    return times
+
+
+def routers(experts: int, top_k: int) -> dict[str, RouterConfig]:
+    """Random routing, DeepSeek-V3's router, and perfect balance."""
+    return {
+        "softmax": SoftmaxRouterConfig(experts=experts, top_k=top_k),
+        "group_limited": GroupLimitedRouterConfig(experts=experts, top_k=top_k, groups=8, top_groups=4, bias_rate=1e-3),
+        "forced_balanced": ForcedBalancedRouterConfig(experts=experts, top_k=top_k),
+    }
+
+
+def build(router: RouterConfig, dim: int, hidden: int, dtype: torch.dtype, device: str) -> MoE:
+    """The layer, its experts in `dtype` and its router in float32."""
+    scope = Scope(name="layers.0.feed_forward", dim=dim, layer=0, layers=1, rope_interleaved=False, std=0.02, output_std=0.02)
+    with torch.device(device):
+        layer = MoE(MoEConfig(router=router, hidden=hidden), scope)
+        for name, parameter in layer.named_parameters():
+            if not name.startswith("router"):
+                parameter.data = parameter.data.to(dtype)
+            nn.init.normal_(parameter, std=0.02)
+    return layer
+
+
+def layer_pass(layer: MoE, x_BSD: Tensor, grad_BSD: Tensor) -> Callable[[], None]:
+    """Forward and backward; gradients are new ones, as in a step's only micro-batch."""
+
+    def run() -> None:
+        x_BSD.grad = None
+        for parameter in layer.parameters():
+            parameter.grad = None
+        layer(x_BSD).backward(grad_BSD)
+
+    return run
+
+
+def product_pass(layer: MoE, x_MD: Tensor, counts_E: Tensor) -> Callable[[], None]:
+    """The nine products alone."""
+    kernel: Any = GROUPED_LINEAR.choice.function
+    product, gradient = references.product, references.weight_gradient
+    if kernel is not None:
+        module: Any = sys.modules[kernel.__module__]
+        product, gradient = module.product, module.weight_gradient
+    w1, w3, w2 = (parameter.detach() for parameter in (layer.experts.w1, layer.experts.w3, layer.experts.w2))
+    h_MF = product(x_MD, w1, counts_E)
+
+    def run() -> None:
+        product(x_MD, w1, counts_E), product(x_MD, w3, counts_E), product(h_MF, w2, counts_E)
+        product(x_MD, w2.transpose(1, 2), counts_E), gradient(x_MD, h_MF, counts_E)
+        for weight in (w1, w3):
+            product(h_MF, weight.transpose(1, 2), counts_E), gradient(h_MF, x_MD, counts_E)
+
+    return run
+
+
+def pieces(layer: MoE, x_ND: Tensor, hidden: int, rounds: int) -> list[dict[str, Any]]:
+    """Everything but the products, each alone, forward and with backward, and the least bytes that they move."""
+    x_ND = x_ND.detach().requires_grad_()
+    routed = layer.router(x_ND)
+    order = sort_pairs(routed.experts_NK, layer.router.settings.experts)
+    rows_MD = PERMUTE(x_ND, order.pairs_M, order.places_NK).detach().requires_grad_()
+    weights_NK = routed.weights_NK.detach().requires_grad_()
+    gate_MF, up_MF = (torch.randn(rows_MD.shape[0], hidden, device=x_ND.device, dtype=x_ND.dtype, requires_grad=True) for _ in range(2))
+    tokens, rows, wide = x_ND.nbytes, rows_MD.nbytes, gate_MF.nbytes
+    cases: dict[str, tuple[Callable[[], Tensor], list[Tensor], int, int]] = {
+        "router_linear": (lambda: ROUTER_LINEAR(x_ND, layer.router.weight), [x_ND, layer.router.weight], tokens, 2 * tokens),
+        "router": (lambda: layer.router(x_ND).weights_NK, [x_ND, layer.router.weight], tokens, 2 * tokens),
+        "sort": (lambda: sort_pairs(routed.experts_NK, layer.router.settings.experts).places_NK, [], 0, 0),
+        "permute": (lambda: PERMUTE(x_ND, order.pairs_M, order.places_NK), [x_ND], tokens + rows, rows + tokens),
+        "swiglu": (lambda: ops.swiglu(gate_MF, up_MF), [gate_MF, up_MF], 3 * wide, 5 * wide),
+        "combine": (
+            lambda: COMBINE(rows_MD, weights_NK, order.pairs_M, order.places_NK),
+            [rows_MD, weights_NK],
+            rows + tokens,
+            2 * rows + tokens,
+        ),
+    }
+    found = []
+    for name, (call, leaves, forward_bytes, backward_bytes) in cases.items():
+        calls: dict[str, Callable[[], Any]] = {"forward": call}
+        if leaves:
+            grad = torch.randn_like(call())
+            calls["both"] = lambda call=call, leaves=leaves, grad=grad: torch.autograd.grad(call(), leaves, grad)
+        times = {key: statistics.median(each) for key, each in by_turns(calls, rounds, 3).items()}
+        total = times.get("both", times["forward"])
+        moved = forward_bytes + (backward_bytes if leaves else 0)
+        found.append(
+            {"what": name, **{f"{key}_ms": value for key, value in times.items()}, "bytes": moved, "gb_per_s": moved / total / 1e6}
+        )
+    return found
+
+
+def profile(run: Callable[[], None], passes: int) -> list[dict[str, Any]]:
+    """Time on the device by kernel for one pass, the longest first."""
+    if not CUDA:
+        return []
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    with profiler(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as taken:
+        for _ in range(passes):
+            run()
+        torch.cuda.synchronize()
+    rows = [event for event in taken.key_averages() if event.self_device_time_total > 0 and str(event.device_type).endswith("CUDA")]
+    rows.sort(key=lambda event: -event.self_device_time_total)
+    return [{"kernel": row.key[:120], "calls": row.count / passes, "ms": row.self_device_time_total / passes / 1e3} for row in rows[:30]]
+
+
+def measure(name: str, router: RouterConfig, sizes: dict[str, int], rounds: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """One router's figures."""
+    torch.manual_seed(0)
+    layer = build(router, sizes["dim"], sizes["hidden"], dtype, device)
+    x_BSD = torch.randn(sizes["rows"], sizes["tokens"] // sizes["rows"], sizes["dim"], device=device, dtype=dtype, requires_grad=True)
+    grad_BSD = torch.randn_like(x_BSD)
+    with torch.no_grad():
+        order = sort_pairs(layer.router(x_BSD.flatten(0, 1)).experts_NK, sizes["experts"])
+        rows_MD = PERMUTE(x_BSD.flatten(0, 1), order.pairs_M, order.places_NK)
+        products = product_pass(layer, rows_MD, order.counts_E)
+    run = layer_pass(layer, x_BSD, grad_BSD)
+    with torch.no_grad():
+        products()
+    run()
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+        run()
+    peak = torch.cuda.max_memory_allocated() if CUDA else None
+
+    @torch.no_grad()
+    def alone() -> None:
+        products()
+
+    times = by_turns({"layer": run, "products": alone}, rounds, 3)
+    middle = {key: statistics.median(each) for key, each in times.items()}
+    flops = 3 * 2 * 3 * sizes["tokens"] * sizes["top_k"] * sizes["dim"] * sizes["hidden"]
+    return {
+        "router": name,
+        "load": {"least": int(order.counts_E.min()), "most": int(order.counts_E.max())},
+        "layer_ms": middle["layer"],
+        "products_ms": middle["products"],
+        "layer_tflops_per_s": flops / middle["layer"] / 1e9,
+        "products_tflops_per_s": flops / middle["products"] / 1e9,
+        "ratio": middle["products"] / middle["layer"],
+        "peak_bytes": peak,
+        "raw_ms": times,
+        "pieces": pieces(layer, x_BSD.flatten(0, 1), sizes["hidden"], max(3, rounds // 2)),
+        "kernels": profile(run, 5),
+    }
+
+
+def main() -> None:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--debug-sizes", action="store_true", help="tiny sizes, for a CPU")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument(
+        "--kernel",
+        action="append",
+        default=[],
+        metavar="OP=NAME",
+        help="another kernel than the automatic one, say grouped_linear=reference",
+    )
+    parser.add_argument("--out", help="write the JSON there as well")
+    arguments = parser.parse_args()
+    sizes = {"dim": 2048, "hidden": 1408, "experts": 64, "top_k": 6, "tokens": 16384, "rows": 4}
+    if arguments.debug_sizes:
+        sizes = {"dim": 64, "hidden": 32, "experts": 16, "top_k": 2, "tokens": 256, "rows": 4}
+    device, dtype = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
+    name = str(dtype).removeprefix("torch.")
+    chosen = dict(pair.split("=", 1) for pair in arguments.kernel)
+    selection = ops.select(chosen, plugins.current(), capabilities(), name)
+    ops.install(selection)
+    result = {
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
+        "device": describe(torch.device(device)),
+        "dtype": name,
+        "sizes": sizes,
+        "kernels": selection.facts(),
+        "results": [
+            measure(name, router, sizes, arguments.rounds if CUDA else 3, device, dtype)
+            for name, router in routers(sizes["experts"], sizes["top_k"]).items()
+        ],
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if arguments.out:
+        with open(arguments.out, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
