@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,13 +85,28 @@ class PipelineEngine:
         return explain_not_finite(self.find_not_finite, batches, scale, sharded, world)
 
     def find_not_finite(self, batch: Batch, scale: float) -> dict[str, Any] | None:
-        """The first module of this rank's stages whose output, or that output's gradient, is not finite. Every rank calls it."""
+        """The first module of the whole pipeline whose output, or that output's gradient, is not finite, on its rank; None on the others. Every rank calls it."""
         assert self._sharded is not None
         with as_written(), checked(self._model) as offences:
             (result,) = self.run([batch], scale, self._sharded)
         if not offences and not bool(torch.isfinite(result.total)):
             offences.append({"module": "the loss", "where": "forward"})
-        return offences[0] if offences else None
+        # What one stage hands on is found by the next as well: of all forward passes the first stage's, else of all backward passes the last one's.
+        first = min(((self._order(each), number) for number, each in enumerate(offences)), default=None)
+        places = self._part.group.gather_json(None if first is None else first[0], what="stages that are not finite")
+        if first is None or min(place for place in places if place is not None) != list(first[0]):
+            return None
+        return offences[first[1]]
+
+    def _order(self, offence: Mapping[str, Any]) -> tuple[int, int]:
+        """When a module's turn is in a micro-batch: forward from the first stage on, then backward from the last."""
+        name = str(offence["module"]).partition(" ")[0]
+        own = self._part.stages
+        stage = next((each.index for each in own if any(f"{name}.".startswith(f"{block}.") for block in each.blocks)), None)
+        if stage is None:  # The model itself or what stands at its ends.
+            stage = own[0].index if own[0].first and not own[-1].last else own[-1].index
+        is_backward = "backward" in str(offence["where"])
+        return int(is_backward), -stage if is_backward else stage
 
     def _driver_of(self, sharded: ShardedModel) -> Driver:
         if self._driver is None or self._sharded is not sharded:

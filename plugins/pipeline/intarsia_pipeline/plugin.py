@@ -35,7 +35,7 @@ def offer_commands() -> Sequence[Entry]:
     return [
         Entry(
             name="pipeline",
-            target="intarsia_pipeline.show_command:PipelineCommand",
+            target="intarsia_pipeline.show_command:command",
             doc="Show a pipeline schedule: who computes what when, its bubble, what it keeps alive.",
         )
     ]

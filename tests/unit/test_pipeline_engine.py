@@ -1,0 +1,148 @@
+"""The pipeline engine with ranks as threads: every schedule equals one process, and misuse is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _pipeline import SCHEDULES, batches_of, build_stage, one_process, pipelined, recipe_of, worst
+from intarsia.errors import PluginError, UsageError
+from intarsia_pipeline import weights
+from intarsia_testing.communicator import run_ranks
+
+
+def compare(
+    recipe: Any, ranks: int, batches: Any, tolerance: float = 1e-6, sizes: dict[str, int] | None = None, **build: Any
+) -> list[dict[str, Any]]:
+    alone = {key: value for key, value in build.items() if key in ("streams", "dtype")}
+    expected = one_process(recipe, batches, **alone)
+    found = run_ranks(ranks, lambda world: pipelined(world, recipe, batches, sizes or {"pp": ranks}, **build))
+    for what, value in worst(expected, found).items():
+        assert value <= tolerance, f"{what} differ by {value}"
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_equals_one_process(schedule: str) -> None:
+    compare(recipe_of(schedule, 5, layers=4, tied=True), 2, batches_of(5))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_fewer_micro_batches_than_stages_where_it_is_allowed(schedule: str) -> None:
+    compare(recipe_of(schedule, 1, few_micro_batches=True), 4, batches_of(1))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv", "dualpipev"])
+def test_payloads_are_trees_of_mixed_dtypes(schedule: str) -> None:
+    found = compare(recipe_of(schedule, 5, few_micro_batches=True), 2, batches_of(5), streams=True)
+    assert all(set(rank["sums"]) >= {"blocks", "size"} for rank in found)
+
+
+def test_a_float32_stream_beside_a_bfloat16_one() -> None:
+    compare(recipe_of("zb_h1", 4), 2, batches_of(4), tolerance=2e-2, streams=True, dtype="bfloat16", flexshard=True)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_recomputation(schedule: str) -> None:
+    compare(recipe_of(schedule, 4, recompute=True), 2, batches_of(4), streams=True)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"unshard": "action"}, {"reduce": "each"}, {"unshard": "action", "reduce": "each", "unshard_ahead": 0}]
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_flexshard_is_driven_by_the_schedule(schedule: str, settings: dict[str, Any]) -> None:
+    recipe = recipe_of(schedule, 4, tied=True, recompute=schedule == "1f1b", **settings)
+    compare(recipe, 2, batches_of(4), steps=2, flexshard=True)
+
+
+def test_rows_may_differ_between_micro_batches() -> None:
+    compare(recipe_of("interleaved", 6), 2, batches_of(6, rows=(2, 1, 3, 0)), streams=True, steps=2)
+
+
+def test_three_virtual_stages_and_an_odd_number_of_micro_batches() -> None:
+    found = compare(recipe_of("interleaved", 5, settings=("virtual_stages=3",)), 2, batches_of(5))
+    assert [rank["stages"] for rank in found] == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_tied_embeddings_are_copies_on_the_last_stage_and_one_in_a_v() -> None:
+    found = compare(recipe_of("1f1b", 4, tied=True), 2, batches_of(4))
+    assert [rank["copies"] for rank in found] == [[], ["tok_embeddings.weight"]]
+    assert all("tok_embeddings.weight" in rank["gradients"] for rank in found)
+    found = compare(recipe_of("zbv", 4, tied=True), 2, batches_of(4))
+    assert [rank["copies"] for rank in found] == [[], []]
+    assert ["tok_embeddings.weight" in rank["gradients"] for rank in found] == [True, False]
+
+
+def test_weight_gradients_are_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W does the matrices: without it their gradients are missing, and only theirs."""
+    monkeypatch.setattr(weights, "run", lambda queue: queue.clear())
+    recipe = recipe_of("zb_h1", 4)
+    expected = one_process(recipe, batches_of(4))
+    (first, second) = run_ranks(2, lambda world: pipelined(world, recipe, batches_of(4), {"pp": 2}))
+    found = first["gradients"] | second["gradients"]
+    zero = {name for name, value in found.items() if not bool(value.any())}
+    matrices = {name for name in expected["gradients"] if name.startswith("layers") and "norm" not in name}
+    assert zero == matrices
+
+
+def test_backward_need_not_be_split() -> None:
+    compare(recipe_of("zbv", 4, split_backward=False), 2, batches_of(4))
+
+
+def test_a_step_that_is_not_finite_is_explained() -> None:
+    recipe = recipe_of("1f1b", 4)
+    batches = batches_of(4)
+
+    def work(world: Any) -> str:
+        engine, sharded, *_ = build_stage(world, recipe, {"pp": 2})
+        if world.rank == 1:
+            with torch.no_grad():
+                sharded.parameters()["layers.5.feed_forward.w1.weight"][0, 0] = float("nan")
+        engine.run(batches, 0.01, sharded)
+        return engine.explain_not_finite(batches, 0.01, sharded, world)
+
+    texts = run_ranks(2, work)
+    assert texts[0] == texts[1]
+    assert "layers.5.feed_forward" in texts[0] and "rank 1" in texts[0] and "micro-batch 0" in texts[0]
+
+
+def test_what_cannot_run_is_refused_at_build() -> None:
+    def build(recipe: Any, ranks: int = 2) -> None:
+        run_ranks(ranks, lambda world: build_stage(world, recipe, {"pp": ranks})[0])
+
+    with pytest.raises(
+        UsageError, match=r"needs at least 4 micro-batches in a step, and there are 3.*Take 4.*mesh.pp of at most 3.*few_micro_batches"
+    ):
+        build(recipe_of("1f1b", 3), 4)
+    with pytest.raises(UsageError, match=r"needs 8 pipeline stages, and the model has 4 blocks: at most 4 stages"):
+        build(recipe_of("zbv", 8, layers=4), 4)
+    with pytest.raises(
+        UsageError, match=r"keeps 4 activations alive on rank 0, at position 3 \(F\(stage 0, micro-batch 3\)\), and max_live is 3"
+    ):
+        build(recipe_of("gpipe", 4, max_live=3))
+    with pytest.raises(UsageError, match=r"engine.unshard is 'steps'.*'step'"):
+        build(recipe_of("1f1b", 4, unshard="steps"))
+
+
+def test_a_payload_that_changes_its_form_is_told() -> None:
+    recipe = recipe_of("1f1b", 4)
+
+    def work(world: Any) -> None:
+        engine, sharded, *_ = build_stage(world, recipe, {"pp": 2}, streams=True)
+        block = engine._model.run_block
+        count = 0
+
+        def other(name: str, carry: Any, shared: Any, context: Any) -> Any:
+            nonlocal count
+            count += 1
+            result = block(name, carry, shared, context)
+            return result if count < 6 else {**result, "x": result["x"].double()}
+
+        if world.rank == 0:
+            engine._model.run_block = other
+        engine.run(batches_of(4), 0.01, sharded)
+
+    with pytest.raises((PluginError, RuntimeError), match=r"stage 0 hands on another payload|expected"):
+        run_ranks(2, work, timeout_s=5)
