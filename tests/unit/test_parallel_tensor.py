@@ -207,7 +207,7 @@ def test_overlapped_products_are_the_same(size, monkeypatch):
 
 
 def test_overlap_without_the_operators_is_refused():
-    with pytest.raises(UsageError, match="parallel.async_tensor needs torch's symmetric-memory operators .* this run is on cpu"):
+    with pytest.raises(UsageError, match=r"parallel.async_tensor needs torch's symmetric-memory operators .* this run is on cpu"):
         run_ranks(2, lambda comm: built(config_of(), comm, async_tensor=True))
 
 

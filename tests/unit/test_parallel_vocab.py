@@ -88,7 +88,7 @@ def test_labels_of_parts_only_are_refused():
 
 
 def test_too_small_a_vocabulary_is_refused():
-    with pytest.raises(UsageError, match="head has 3 ids, too few for tp=4. The most is tp=3"):
+    with pytest.raises(UsageError, match=r"head has 3 ids, too few for tp=4. The most is tp=3"):
         role.build(VocabConfig()).check("head", nn.Linear(4, 3, bias=False), {"tp": 4})
     with pytest.raises(UsageError, match="a bias"):
         role.build(VocabConfig()).check("head", nn.Linear(4, 8), {"tp": 4})

@@ -1,0 +1,67 @@
+"""`intarsia parallel check` between processes: Llama 3's debug size on tensor-parallel meshes equals one process, and what does not is told by name."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+from _spawn import spawn
+
+SMALL = ["--sequence", "13", "--rows", "2"]
+
+
+def command(*words: str) -> tuple[int, str]:
+    """The command's exit code and what it printed on this rank."""
+    from intarsia.cli import main
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = main(["parallel", "check", *words])
+    return code, printed.getvalue()
+
+
+def broken_command(*words: str) -> tuple[int, str]:
+    """The same with a role that forgets to sum: every rank goes on with its own part of the partial products."""
+    from intarsia_parallel.roles import row
+
+    row.scatter_sum = lambda x, dim, counts, comm, what: x.split(counts, dim)[comm.rank]
+    return command(*words)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "further"),
+    [
+        ("tp=2", 2, ["model.tied=true", "recompute.mode=blocks"]),
+        ("tp=2", 2, ["compile.mode=local", "compile.backend=aot_eager", "recompute.mode=blocks", "recompute.every=2"]),
+        ("tp=3", 3, ["model.vocab_size=322", "--rows", "1", "--sequence", "7"]),
+        ("tp=4", 4, ["model...heads=8"]),
+        ("tp=2,dp_shard=2", 4, ["sharder.placement=owned", "--micro-batches", "1"]),
+        ("tp=2,cp=2", 4, []),
+    ],
+)
+def test_llama3_equals_one_process(mesh, ranks, further):
+    outcomes = spawn(command, ranks, "llama3", "--mesh", mesh, *SMALL, *further, world=False)
+    assert [code for code, _ in outcomes] == [0] * ranks, outcomes[0][1]
+    assert "Equal to one process within 1e-05: outputs, loss and 3" in outcomes[0][1]
+
+
+def test_what_differs_is_named_with_its_role():
+    outcomes = spawn(broken_command, 2, "llama3", "--mesh", "tp=2", *SMALL, world=False)
+    assert [code for code, _ in outcomes] == [1, 1]
+    text = outcomes[0][1]
+    assert "FAILED: " in text and "DIFFERS" in text
+    assert "layers.0.attention.wq.weight" in text and "column" in text
+
+
+def test_the_trainer_runs_a_tensor_parallel_mesh(tmp_path):
+    outcomes = spawn(train, 2, str(tmp_path), world=False)
+    assert outcomes == [0, 0]
+
+
+def train(directory: str) -> int:
+    """Two steps of training, as the command line does them."""
+    from intarsia.cli import main
+
+    recipe = ["llama3/debug", "mesh.tp=2", "train.steps=2", "train.global_batch=2", "train.micro_batch=1", "train.sequence_length=33"]
+    return main(["train", *recipe, "evaluation.every=0", "--dir", f"{directory}/run", "--quiet"])
