@@ -196,13 +196,14 @@ def test_a_latent_mixer_sees_what_is_cached():
     seen: list[Any] = []
 
     def attend(latent_BTC, positions_BT, documents_BT):
-        seen.append((latent_BTC[:, :, 0].tolist(), positions_BT.tolist(), documents_BT.tolist()))
+        seen.append((latent_BTC[:, :, 0].tolist(), positions_BT.tolist(), documents_BT if documents_BT is None else documents_BT.tolist()))
         return latent_BTC
 
     for counts, first in (([2, 1], 0.0), ([1, 1], 10.0)):
         context.begin(counts)
         context.latent("mixing", torch.arange(first, first + 2 * max(counts)).view(2, -1, 1).expand(-1, -1, 2), attend)
-    assert seen[0] == ([[0, 1], [2, 3]], [[0, 1], [0, -1]], [[0, 0], [0, -1]])
+    # Padding comes last, so that no token sees it.
+    assert seen[0] == ([[0, 1], [2, 3]], [[0, 1], [0, 1]], None)
     assert seen[1] == ([[0, 1, 10], [2, 11, 0]], [[0, 1, 2], [0, 1, -1]], [[0, 0, 0], [0, 0, -1]])
 
 

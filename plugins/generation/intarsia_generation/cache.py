@@ -136,9 +136,12 @@ class CacheContext:
         )
 
     def latent(self, mixer: str, latent_BSC: Tensor, attend: Callable[..., Tensor], **settings: Any) -> Tensor:
-        """Attention over a latent: `attend` sees all that is cached, its positions, and its documents (-1: an empty slot)."""
+        """Attention over a latent: `attend` sees all that is cached, its positions, and its documents (-1: an empty slot). Where nothing was cached before, it
+        sees the new tokens as they are."""
         (cache,) = self._spec(mixer, "latent").caches
         latent_BTC = self._append(mixer, cache, latent_BSC)
+        if self._fresh:
+            return attend(latent_BSC, self.positions_BS, None, **settings)
         slots = self._slots[cache.window]
         positions_BT = slots.positions_BT[:, : slots.used]
         return attend(latent_BTC, positions_BT, positions_BT.clamp(max=0), **settings)

@@ -85,7 +85,9 @@ def fill(weights: WeightReader, plugins: Plugins, device: torch.device, dtype: t
     check_fit(weights, {name: tuple(tensor.shape) for name, tensor in (named | kept).items() if name not in aliases})
     for name in named:
         if name not in aliases:
-            values = weights.read(name).to(device=device, dtype=dtype)
+            owner, _, attribute = name.rpartition(".")
+            wide = attribute in getattr(modules[owner], "keeps_float32", ())
+            values = weights.read(name).to(device=device, dtype=torch.float32 if wide else dtype)
             parameter = nn.Parameter(values, requires_grad=False)
             for each in (name, *(alias for alias, canonical in aliases.items() if canonical == name)):
                 owner, _, attribute = each.rpartition(".")
