@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,6 +40,17 @@ class Inputs:
         self.nodes = [tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
 
 
+def after_parameters(tensor: Tensor, then: Callable[[], None]) -> Callable[[], None]:
+    """`then`, to be called when the gradient of `tensor` is known, and not before parameters have theirs that the same operation made.
+
+    Autograd takes leaves in any order. Of another tensor it goes on after all leaves that are known by then; where `tensor` is a leaf (what a pipeline stage received),
+    `then` waits for the end of the backward pass.
+    """
+    if not tensor.is_leaf:
+        return then
+    return lambda: torch.autograd.Variable._execution_engine.queue_callback(then)  # type: ignore[attr-defined]
+
+
 def when_known(tensors: Sequence[Tensor], then: Callable[[], None]) -> Inputs:
     """Call `then` once in each backward pass that reaches one of the tensors, when all of their gradients that it computes are known.
 
@@ -50,7 +62,7 @@ def when_known(tensors: Sequence[Tensor], then: Callable[[], None]) -> Inputs:
     known = weakref.ref(found)
     task, missing = -1, 0
 
-    def arrived(gradient: Tensor) -> None:
+    def arrived(last: Callable[[], None], gradient: Tensor) -> None:
         nonlocal task, missing
         current = torch._C._current_graph_task_id()
         if current != task:
@@ -58,10 +70,10 @@ def when_known(tensors: Sequence[Tensor], then: Callable[[], None]) -> Inputs:
             task, missing = current, sum(map(torch._C._will_engine_execute_node, inputs.nodes)) if inputs is not None else 1
         missing -= 1
         if not missing:
-            then()
+            last()
 
     for tensor in tensors:
-        tensor.register_hook(arrived)
+        tensor.register_hook(functools.partial(arrived, after_parameters(tensor, then)))
     return found
 
 

@@ -34,7 +34,7 @@ from intarsia_flexshard.copies import Copies, matched_elsewhere
 from intarsia_flexshard.gathers import Gathers, needs_weights
 from intarsia_flexshard.groups import make_groups
 from intarsia_flexshard.guards import Places, check_values, refuse_copies
-from intarsia_flexshard.hooks import Call, Inputs, differentiable, handled, in_backward, untraced, when_known
+from intarsia_flexshard.hooks import Call, Inputs, after_parameters, differentiable, handled, in_backward, untraced, when_known
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.memory import grow_pack
 from intarsia_flexshard.parameters import check_fresh, check_masters, check_torch, read_in_forward, running, take_place
@@ -485,7 +485,8 @@ class FlexShardModel:
                     leave = functools.partial(self._leave_known, weakref.ref(call))
                     if len(inputs) == 1:
                         given = Inputs(inputs)
-                        inputs[0].register_hook(leave)
+                        known = after_parameters(inputs[0], leave)
+                        inputs[0].register_hook(lambda gradient: known())
                     else:
                         given = when_known(inputs, leave)
                     bucket.running[-1] = (call, given)
@@ -556,7 +557,7 @@ class FlexShardModel:
             bucket.settle()
             self.gathers.prefetch(bucket, -1)
 
-    def _leave_known(self, known: weakref.ref[Call], gradient: Any = None) -> None:
+    def _leave_known(self, known: weakref.ref[Call]) -> None:
         """All gradients of a call's inputs are known."""
         call = known()
         if call is not None and not call.is_left:
