@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from intarsia_testing.base import Conformance
     from intarsia_testing.checkpoint_backend import CheckpointBackendConformance
     from intarsia_testing.data_source import DataSourceConformance
+    from intarsia_testing.dispatcher import DispatcherConformance
     from intarsia_testing.environment import EnvironmentConformance
     from intarsia_testing.kernel import KernelConformance
     from intarsia_testing.model import ModelConformance
     from intarsia_testing.optimizer import OptimizerConformance
     from intarsia_testing.parity import ParityTests
+    from intarsia_testing.pipeline_schedule import PipelineScheduleConformance
     from intarsia_testing.placement import PlacementConformance
     from intarsia_testing.storage import StorageConformance
     from intarsia_testing.transport import TransportConformance
@@ -32,11 +34,13 @@ __all__ = [
     "CheckpointBackendConformance",
     "Conformance",
     "DataSourceConformance",
+    "DispatcherConformance",
     "EnvironmentConformance",
     "KernelConformance",
     "ModelConformance",
     "OptimizerConformance",
     "ParityTests",
+    "PipelineScheduleConformance",
     "PlacementConformance",
     "StorageConformance",
     "TransportConformance",
@@ -46,11 +50,13 @@ _MODULES = {
     "CheckpointBackendConformance": "checkpoint_backend",
     "Conformance": "base",
     "DataSourceConformance": "data_source",
+    "DispatcherConformance": "dispatcher",
     "EnvironmentConformance": "environment",
     "KernelConformance": "kernel",
     "ModelConformance": "model",
     "OptimizerConformance": "optimizer",
     "ParityTests": "parity",
+    "PipelineScheduleConformance": "pipeline_schedule",
     "PlacementConformance": "placement",
     "StorageConformance": "storage",
     "TransportConformance": "transport",
