@@ -17,6 +17,7 @@ def offer_models() -> list[ModelEntry]:
             config="acme_parallel.config:ParallelConfig",
             target="acme_parallel.model:Parallel",
             doc="Decoder whose attention and feed-forward layer read the same norm and are gated.",
+            sharding="acme_parallel.sharding:TABLE",
         )
     ]
 
