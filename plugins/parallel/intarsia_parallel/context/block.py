@@ -278,17 +278,18 @@ class _Pack:
 
 
 def _packs(segments: Sequence[Segment], device: torch.device, window: int | None) -> list[_Pack]:
-    """Without a window, keys that lie before all queries are seen in full however far away."""
-    leads: dict[int, list[Segment]] = {}
+    """One for all segments in which everything is seen, then one for each lead. The kernel counts the window from the last query and the last key, and no further
+    to the right than the longest run of keys is long: enough where queries are not more than keys."""
+    leads: dict[int | None, list[Segment]] = {}
     for segment in segments:
-        leads.setdefault(segment.lead if window is not None else min(segment.lead, 1), []).append(segment)
+        leads.setdefault(None if segment.is_full(window) else segment.lead, []).append(segment)
     packs = []
     for lead, same in leads.items():
         queries = _runs([(s.row, s.query, s.query + s.queries) for s in same])
         keys = _runs([(s.row, s.key, s.key + s.keys) for s in same])
         lengths = [s.queries for s in same], [s.keys for s in same]
         first, second = (torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device) for each in lengths)
-        left = -1 if window is None else window - 1 - lead
+        left = -1 if window is None or lead is None else window - 1 - lead
         packs.append(_Pack(queries, keys, (first, second), (max(lengths[0]), max(lengths[1])), left, 0 if lead == 0 else -1))
     return packs
 

@@ -100,7 +100,7 @@ def _pairs(plan: Plan, rank: int, keys: Ranges) -> float:
     for segment in plan.segments(rank, keys):
         pairs = segment.queries * segment.keys
         # Half of the square at the diagonal is not seen.
-        total += pairs - segment.queries * min(segment.queries, segment.keys) / 2 if segment.lead == 0 else pairs
+        total += pairs - segment.queries * min(segment.queries, segment.keys) / 2 if segment.lead == 0 and segment.queries > 1 else pairs
     return total / max(1, len(plan.documents.starts))
 
 

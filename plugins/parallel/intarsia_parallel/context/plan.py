@@ -46,7 +46,8 @@ class Segment:
     """Queries of one document over keys of the same, local numbers: queries [query, query + queries), keys [key, key + keys) of row `row`.
 
     `lead` is how far the last query stands behind the last key (0: they are one token). Within the segment, query a sees key b when
-    0 <= (a - queries) - (b - keys) + lead (< window); every query sees a key.
+    0 <= (a - queries) - (b - keys) + lead (< window); every query sees a key. Three sorts occur: all is seen; lead is 0; all keys lie before all queries, which
+    are fewer, and the window ends among them.
     """
 
     row: int
@@ -55,6 +56,10 @@ class Segment:
     key: int
     keys: int
     lead: int
+
+    def is_full(self, window: int | None) -> bool:
+        """Whether every query sees every key."""
+        return self.lead >= self.queries - 1 and (window is None or self.lead + self.keys - 1 < window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +117,11 @@ class Plan:
                 if self.window is not None:
                     ka = max(ka, qa - self.window + 1)
                     qb = min(qb, kb - 1 + self.window)
-                if qa < qb and ka < kb:
-                    result.append(Segment(row, qa + query, qb - qa, ka + key, kb - ka, qb - kb))
+                if ka >= kb:
+                    continue
+                # Queries whose window holds all the keys, and those whose window ends among them: these are fewer than the keys.
+                middle = qb if self.window is None or k1 > q0 else max(qa, min(qb, ka + self.window))
+                result += [Segment(row, a + query, b - a, ka + key, kb - ka, b - kb) for a, b in ((qa, middle), (middle, qb)) if a < b]
         return result
 
 
