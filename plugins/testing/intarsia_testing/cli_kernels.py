@@ -76,7 +76,7 @@ def _list(as_json: bool) -> int:
         return 0
     for row in rows:
         state = f"lacks {', '.join(row['lacking'])}" if row["lacking"] else "usable here"
-        print(f"{row['op']:14} {row['kernel']:28} {state:28} {row['doc']}")
+        print(f"{row['op']:22} {row['kernel']:36} {state:28} {row['doc']}")
     return 0
 
 
@@ -127,7 +127,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         for row in _time_operator(op, usable, getattr(torch, dtype), device, arguments):
             rows.append(row)
             if not arguments.json:
-                line = f"{row['op']:14} {row['kernel']:28} forward {row['forward_ms']:9.3f} ms   with backward {row['total_ms']:9.3f} ms"
+                line = f"{row['op']:22} {row['kernel']:36} forward {row['forward_ms']:9.3f} ms   with backward {row['total_ms']:9.3f} ms"
                 print(f"{line}   {row['speed']:5.2f} x the reference   ({row['case']})", flush=True)
     if arguments.json:
         print(json.dumps(rows, indent=2))

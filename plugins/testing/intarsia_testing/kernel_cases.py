@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from intarsia.ops import Packing
+from intarsia.errors import UsageError
+from intarsia.ops import Packing, operators
 from intarsia_float8.format import quantise
 from torch import Tensor
 
@@ -48,14 +49,16 @@ class Case:
 
 
 def cases(op: str) -> list[Case]:
-    """The cases of an operator; empty for one that the kit does not know."""
+    """The cases of an operator: the kit's, or those that the operator's own attribute `cases()` gives; empty where there are none."""
     torch_state = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=torch_state, dtype=torch.float64)
 
-    made = _CASES.get(op)
-    return [] if made is None else list(made(normal))
+    if op in _CASES:
+        return list(_CASES[op](normal))
+    own = getattr(operators().get(op), "cases", None)
+    return [] if own is None else list(own())
 
 
 Normal = Callable[..., Tensor]
@@ -261,7 +264,7 @@ _CASES: dict[str, Callable[[Normal], Iterator[Case]]] = {
 
 
 def bench_case(op: str, small: bool) -> Case:
-    """One call of a size met in training: Llama 3 1B's widths on a GPU, the debug model's on a CPU."""
+    """One call of a size met in training: Llama 3 1B's widths on a GPU, the debug model's on a CPU; of a plugin's operator its largest case."""
     generator = torch.Generator().manual_seed(0)
     rows, tokens, dim, heads, kv_heads, head_dim, vocab = (4, 512, 256, 8, 4, 32, 2048) if small else (2, 4096, 2048, 32, 8, 64, 32768)
 
@@ -298,4 +301,7 @@ def bench_case(op: str, small: bool) -> Case:
         documents = torch.stack([torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(row)]) for row in lengths])
         packed = {"scale": head_dim**-0.5, "documents_q_BS": documents, "documents_k_BT": documents, "packing": lengths}
         return Case(f"{rows} x {tokens}, {heads}/{kv_heads} heads of {head_dim}, packed", tensors, packed)
-    raise KeyError(op)
+    found = cases(op)
+    if not found:
+        raise UsageError(f"The kit knows no call of operator {op!r} to time: give it an attribute `cases`.")
+    return max(found, key=lambda case: sum(tensor.numel() for tensor in case.tensors.values()))
