@@ -111,7 +111,7 @@ def debug() -> DeepSeekV3Config:
 
 
 def deepseek_v3_671b(ahead: int = 1) -> DeepSeekV3Config:
-    """DeepSeek-V3: 671,026,404,352 parameters, and 11,609,893,888 more in its layer that predicts one token further ahead."""
+    """DeepSeek-V3: 671,026,404,352 parameters, and 11,610,067,968 more in its layer that predicts one token further ahead."""
     return deepseek_v3(
         dim=7168,
         layers=61,
@@ -131,7 +131,7 @@ def deepseek_v3_671b(ahead: int = 1) -> DeepSeekV3Config:
 
 
 def moonlight_16b() -> DeepSeekV3Config:
-    """Moonlight-16B-A3B: 15,960,111,104 parameters, 2.9 billion of them for each token."""
+    """Moonlight-16B-A3B: 15,960,108,544 parameters, 2.9 billion of them for each token."""
     return deepseek_v3(
         dim=2048,
         layers=27,
