@@ -42,7 +42,7 @@ class ParallelCommand:
             "check: start as many processes as the mesh has, build the recipe's model on them and on one process from the same initial values, run one step on "
             "random packed documents in float32, and compare outputs, loss and every gradient by name."
         )
-        parser.add_argument("action", choices=("check",), help="what to do")
+        parser.add_argument("action", choices=("check",), metavar="ACTION", help="what to do: check")
         parser.add_argument(
             "subject", help="name of a family, whose recipe FAMILY/debug is taken, or any recipe whose model fits into memory"
         )

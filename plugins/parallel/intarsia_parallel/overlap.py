@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -103,6 +104,8 @@ def products_of(comm: Communicator, device: torch.device) -> Products:
 
 
 def _try_out(products: Products, comm: Communicator, device: torch.device) -> None:
+    # Before memory is mapped: NVLink multicast is a resource of the whole host, which runs beside this one may not have.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     with warnings.catch_warnings(), contextlib.suppress(ImportError):
         warnings.simplefilter("ignore")
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
