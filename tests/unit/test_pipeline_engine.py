@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import chz
 import pytest
 import torch
-from _pipeline import SCHEDULES, batches_of, build_stage, one_process, pipelined, recipe_of, worst
+from _pipeline import SCHEDULES, Alone, batches_of, build_stage, model_of, one_process, pipelined, recipe_of, worst
+from intarsia import ops
+from intarsia.config import CompileConfig
+from intarsia.contracts import PipelinePart
 from intarsia.errors import PluginError, UsageError
+from intarsia_eager.context import TrainContext
 from intarsia_pipeline import weights
+from intarsia_pipeline.capture import check_batch
 from intarsia_testing.communicator import run_ranks
+from torch.utils.checkpoint import checkpoint
 
 
 def compare(
@@ -146,3 +154,69 @@ def test_a_payload_that_changes_its_form_is_told() -> None:
 
     with pytest.raises((PluginError, RuntimeError), match=r"stage 0 hands on another payload|expected"):
         run_ranks(2, work, timeout_s=5)
+
+
+def test_capture_is_refused_by_name_where_it_cannot_be() -> None:
+    recipe = recipe_of("zbv", 4, layers=4, capture=True, unshard="action", recompute=True)
+    with pytest.raises(UsageError) as caught:
+        run_ranks(2, lambda world: build_stage(world, recipe, {"pp": 2})[0])
+    for told in (
+        "the device is cpu",
+        "splits backward",
+        "engine.unshard is action",
+        "recompute.mode is blocks",
+        "data.packing is concatenate",
+    ):
+        assert told in str(caught.value)
+
+
+def test_a_batch_that_no_recording_serves_is_told() -> None:
+    batch = batches_of(1)[0]
+    context = TrainContext.of(batch)
+    check_batch(0, batch, context)
+    with pytest.raises(UsageError, match="rows of several documents"):
+        check_batch(0, dataclasses.replace(batch, lengths=((3, 4), (7,))), context)
+    with pytest.raises(UsageError, match="a context of type object"):
+        check_batch(0, batch, object())
+
+
+def test_compiled_models_and_split_backward_do_not_join() -> None:
+    recipe = chz.replace(recipe_of("zb_h1", 4, layers=4), compile=CompileConfig(mode="local"))
+    with pytest.raises(UsageError, match=r"compile.mode=local traces.*'zb_h1' puts off.*engine.split_backward=False"):
+        run_ranks(2, lambda world: build_stage(world, recipe, {"pp": 2})[0])
+
+
+def test_the_engine_wants_stages() -> None:
+    from intarsia import plugins
+
+    recipe = recipe_of("1f1b", 4, layers=4)
+    model, _ = model_of(recipe.model, streams=False)
+    with pytest.raises(UsageError, match=r"mesh.pp is 1.*engine=eager"):
+        plugins.current().build(recipe.engine, model, None, recipe, None)
+    with pytest.raises(PluginError, match=r"split gives, and the paralleliser made a PipelinePart"):
+        plugins.current().build(recipe.engine, model, None, recipe, Alone(PipelinePart((), 2)))
+
+
+def test_deferred_operators_give_the_gradients_of_the_plain_ones() -> None:
+    """Every operator with a weight, with bias, and inside a recomputed region; the inner graph is not kept after W."""
+    weights.install()
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((5, 4), (3, 4), (3,)))
+
+    def gradients(queue: Any, recomputed: bool) -> list[torch.Tensor]:
+        inputs = [each.clone().requires_grad_() for each in (x, weight, bias)]
+
+        def forward(*tensors: torch.Tensor) -> torch.Tensor:
+            return ops.linear(*tensors).square()
+
+        with weights.deferring(queue):
+            result = checkpoint(forward, *inputs, use_reentrant=False) if recomputed else forward(*inputs)
+            result.sum().backward()
+        if queue is not None:
+            assert inputs[1].grad is None and len(queue) == 1
+            weights.run(queue)
+        return [each.grad for each in inputs]  # type: ignore[misc]
+
+    for recomputed in (False, True):
+        for mine, plain in zip(gradients([], recomputed), gradients(None, recomputed), strict=True):
+            torch.testing.assert_close(mine, plain)

@@ -21,8 +21,10 @@ from intarsia_pipeline import weights
 from intarsia_pipeline.actions import Schedule
 from intarsia_pipeline.buckets import Driver
 from intarsia_pipeline.build import Knobs, check_micro_batches, name_of, ready
+from intarsia_pipeline.capture import Recordings, check_capture
 from intarsia_pipeline.config import PipelineConfig
 from intarsia_pipeline.executor import Stages, Step, evaluate
+from intarsia_pipeline.lower import releases
 from intarsia_pipeline.split import Part
 from intarsia_pipeline.transfers import Transfers
 
@@ -43,11 +45,14 @@ class PipelineEngine:
         )
         self._transfers = Transfers(part.group, part.ways, part.placement)
         self._schedules: dict[int, Schedule] = {}
+        self._releases: dict[int, Any] = {}
         self._driver: Driver | None = None
         self._sharded: ShardedModel | None = None
         self._splits = config.split_backward and self.schedule(part.micro_batches).split
         if self._splits:
             weights.install()
+        if config.capture:
+            self._stages.recordings = Recordings(windows, part.group.graphs)
         self._transfers.introduce()
 
     def schedule(self, micro_batches: int) -> Schedule:
@@ -56,6 +61,7 @@ class PipelineEngine:
             made, _ = ready(self._config.schedule, self._part.ranks, micro_batches, Knobs.of(self._config))
             self._part.group.agree([made.name, micro_batches, list(made.placement), _fingerprint(made)], "the pipeline schedule")
             self._schedules[micro_batches] = made
+            self._releases[micro_batches] = releases(made, self._part.group.rank)
         return self._schedules[micro_batches]
 
     def run(self, batches: Sequence[Batch], scale: float, sharded: ShardedModel) -> list[LossSum]:
@@ -64,7 +70,7 @@ class PipelineEngine:
         driver = self._driver_of(sharded)
         driver.begin(len(batches), self._splits)
         try:
-            results = Step(self._stages, self._transfers, driver, schedule, batches, scale, self._splits).run()
+            results = Step(self._stages, self._transfers, driver, schedule, batches, scale, self._splits).run(self._releases[len(batches)])
         except BaseException:
             self._transfers.abandon()
             raise
@@ -87,8 +93,12 @@ class PipelineEngine:
     def find_not_finite(self, batch: Batch, scale: float) -> dict[str, Any] | None:
         """The first module of the whole pipeline whose output, or that output's gradient, is not finite, on its rank; None on the others. Every rank calls it."""
         assert self._sharded is not None
-        with as_written(), checked(self._model) as offences:
-            (result,) = self.run([batch], scale, self._sharded)
+        recordings, self._stages.recordings = self._stages.recordings, None
+        try:
+            with as_written(), checked(self._model) as offences:
+                (result,) = self.run([batch], scale, self._sharded)
+        finally:
+            self._stages.recordings = recordings
         if not offences and not bool(torch.isfinite(result.total)):
             offences.append({"module": "the loss", "where": "forward"})
         # What one stage hands on is found by the next as well: of all forward passes the first stage's, else of all backward passes the last one's.
@@ -158,6 +168,8 @@ def build(config: PipelineConfig, model: nn.Module, loss: Loss, recipe: Recipe, 
             f"compile.mode={recipe.compile.mode} traces through the matrices whose gradients schedule {name_of(config.schedule)!r} puts off. Set engine.split_backward=False, "
             "choose a schedule that does not split backward (1f1b, interleaved), or compile.mode=none."
         )
+    if config.capture:
+        check_capture(config, recipe, part.group.device, splits)
     if part.group.device.type == "cpu":
         keep_freed_memory()
     prepare_regions(model, recipe.compile, recipe.recompute)

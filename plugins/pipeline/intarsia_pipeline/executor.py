@@ -7,7 +7,7 @@ to cause, since the schedule was validated with these sends and receives.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,26 +18,26 @@ from torch import Tensor, nn
 from intarsia_pipeline import weights
 from intarsia_pipeline.actions import MESSAGES, Action, Schedule
 from intarsia_pipeline.buckets import Driver
-from intarsia_pipeline.lower import releases
 from intarsia_pipeline.payload import Form, form_of
 from intarsia_pipeline.transfers import Transfers
-from intarsia_pipeline.validate import message
+from intarsia_pipeline.validate import Message, message
 
 Prepare = Callable[[Batch], tuple[Batch, SequenceContext]]
 
 
 @dataclasses.dataclass
 class Held:
-    """What a forward leaves for its backward: the inputs that get gradients, the results that have some, and the queue of weights' gradients."""
+    """What a forward leaves for its backward: the inputs that get gradients, the results that have some, the queue of weights' gradients, and the recording that has run in the place of autograd."""
 
     inputs: list[Tensor]
     results: list[Tensor]
     queue: weights.Queue | None
+    recording: Any = None
 
 
 @dataclasses.dataclass
 class Stages:
-    """This rank's stages and what computes them. `index` is a stage's number; `placement` the rank of each."""
+    """This rank's stages by number and what computes them; `placement` is the rank of each stage, `recordings` are their CUDA graphs, where they have any."""
 
     model: nn.Module
     loss: Loss
@@ -45,6 +45,7 @@ class Stages:
     placement: tuple[int, ...]
     rank: int
     prepare: Prepare
+    recordings: Any = None
 
     def is_here(self, stage: int) -> bool:
         """Whether a stage is this rank's."""
@@ -65,7 +66,7 @@ class Step:
         split: bool,
     ) -> None:
         self._stages, self._transfers, self._driver, self._scale = stages, transfers, driver, scale
-        self._actions, self._releases = schedule.plan[stages.rank], releases(schedule, stages.rank)
+        self._actions = schedule.plan[stages.rank]
         self._batches = list(batches)
         self._prepared: dict[int, tuple[Batch, SequenceContext]] = {}
         self._keys = [key_of("train", batch) for batch in batches]
@@ -79,9 +80,9 @@ class Step:
         self._last_forward = {action.micro_batch: action for action in self._actions if action.kind == "F"}
         self._last_backward = next((action for action in reversed(self._actions) if action.kind in ("B", "I")), None)
 
-    def run(self) -> list[LossSum]:
-        """Every action in turn."""
-        self._transfers.begin(self._releases)
+    def run(self, releases: Mapping[Message, Sequence[Message]]) -> list[LossSum]:
+        """Every action in turn. `releases` are `intarsia_pipeline.lower.releases` of the schedule, made once."""
+        self._transfers.begin(releases)
         for action in self._actions:
             self._do(action)
         self._transfers.finish()
@@ -119,11 +120,16 @@ class Step:
         inputs, leaves = self._inputs(stage, number, batch)
         queue: weights.Queue | None = [] if (stage, number) in self._split else None
         self._driver.unshard(stage, wait=True)
+        recordings, recording = self._stages.recordings, None
         with logical.micro_batch(self._scale) as further, weights.deferring(queue):
-            result = compute(self._stages, stage, inputs, batch, context)
+            if recordings is None:
+                result = compute(self._stages, stage, inputs, batch, context)
+            else:
+                recording = recordings.take(self._stages, stage, self._keys[number], inputs, leaves, batch, context)
+                result = recording.forward(inputs, batch)
             results = self._leave(stage, number, result)
         self._add_sums(number, further)
-        self._held[stage, number] = Held(leaves, results, queue)
+        self._held[stage, number] = Held(leaves, results, queue, recording)
         if self._last_forward[number] is action:
             del self._prepared[number]
 
@@ -139,8 +145,10 @@ class Step:
     def _leave(self, stage: int, number: int, result: Any) -> list[Tensor]:
         """Hand on the stage's result; returns the tensors at which its backward begins."""
         if isinstance(result, LossSum):
-            self._totals[number] = result.total.detach()
-            self._add_sums(number, {name: value.detach() for name, value in result.sums.items()})
+            # A recording's memory holds the next micro-batch's soon.
+            keep = torch.Tensor.clone if self._stages.recordings is not None else torch.Tensor.detach
+            self._totals[number] = keep(result.total)
+            self._add_sums(number, {name: keep(value) for name, value in result.sums.items()})
             return [result.total * self._scale]
         form, tensors = form_of(result)
         self._handed["F", stage, number] = result if not self._stages.is_here(stage + 1) else (form, tensors)
@@ -161,6 +169,9 @@ class Step:
             gradients = list(self._take("B", stage + 1, number)[1])
         self._driver.unshard(stage, wait=True)
         self._driver.before_backward(action is self._last_backward)
+        if held.recording is not None:
+            self._replay_backward(action, held, gradients)
+            return
         roots = [(root, gradient) for root, gradient in zip(held.results, gradients, strict=True) if root.requires_grad]
         if roots:
             # The scale is for losses that forward adds when it is computed again; their sums are known already.
@@ -172,6 +183,14 @@ class Step:
                 leaf.grad = None
         if held.queue is not None:
             self._held[stage, number] = Held([], [], held.queue)
+        self._driver.after_backward(stage)
+
+    def _replay_backward(self, action: Action, held: Held, gradients: Sequence[Tensor | None]) -> None:
+        stage, number = action.stage, action.micro_batch
+        given = held.recording.backward([self._scale if gradient is None else gradient for gradient in gradients])
+        self._stages.recordings.give_back(stage, self._keys[number], held.recording)
+        if not self._stages.parts[stage].first:
+            self._handed["B", stage, number] = given
         self._driver.after_backward(stage)
 
     def _weights(self, action: Action) -> None:
