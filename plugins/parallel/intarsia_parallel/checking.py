@@ -121,11 +121,11 @@ class Recorded:
         self._loss = loss
         self.seen: list[tuple[list[Tensor], Tensor]] = []
 
-    def __call__(self, model: Model, hidden: Any, batch: Batch) -> LossSum:
+    def __call__(self, model: Model, hidden_BSD: Any, batch: Batch) -> LossSum:
         """The loss's own."""
-        outputs = hidden if isinstance(hidden, tuple | list) else [hidden]
+        outputs = hidden_BSD if isinstance(hidden_BSD, tuple | list) else [hidden_BSD]
         self.seen.append(([each.detach().clone() for each in outputs], batch.extra[INDEX]))
-        return self._loss(model, hidden, batch)
+        return self._loss(model, hidden_BSD, batch)
 
     def count(self, batch: Batch) -> int:
         """The loss's own."""
@@ -219,7 +219,7 @@ def parallelise(recipe: Recipe, model: nn.Module, table: ParameterTable, mesh: M
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """The batch's tensors on `device`."""
     named = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    moved = {name: value.to(device) for name, value in named.items() if isinstance(value, Tensor)}
+    moved: dict[str, Any] = {name: value.to(device) for name, value in named.items() if isinstance(value, Tensor)}
     extra = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.extra.items()}
     return dataclasses.replace(batch, **moved, extra=extra)
 

@@ -19,21 +19,20 @@ if TYPE_CHECKING:
     from intarsia.parameters import ParameterTable
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(unsafe_hash=True)
 class EvenCut:
     """An `intarsia.contracts.Placement`: dimension `dim` in units of `unit`, shared out as `even_counts` does. Stability: provisional.
 
-    Activations along the same dimension are cut by the same rule, which is why this is not a placement of the user's choice. Equal by value.
+    Activations along the same dimension are cut by the same rule, which is why this is not a placement of the user's choice. Equal by value; not to be changed.
     """
 
     dim: int
     unit: int = 1
     accepts: Literal["box", "region"] = "box"
+    name: str = dataclasses.field(init=False)
 
-    @property
-    def name(self) -> str:
-        """As messages call it."""
-        return f"even cut(dim={self.dim}{f', unit={self.unit}' if self.unit > 1 else ''})"
+    def __post_init__(self) -> None:
+        self.name = f"even cut(dim={self.dim}{f', unit={self.unit}' if self.unit > 1 else ''})"
 
     def counts(self, length: int, ranks: int) -> list[int]:
         """Sizes of the ranks' parts of a dimension of `length`; the last unit may be short."""

@@ -32,7 +32,9 @@ log = logging.getLogger("intarsia.parallel")
 class ContextSettings(Protocol):
     """What is read of the paralleliser's config."""
 
-    context: str
+    @property
+    def context(self) -> str:
+        """Which method: see `choose`."""
 
 
 class Rows:

@@ -51,7 +51,7 @@ class Vocab:
 
     def cut(self, name: str, module: nn.Module, sizes: Mapping[str, int]) -> ParameterCuts:
         """The weight's rows."""
-        self._rows[name] = module.weight.shape[0]  # type: ignore[index, union-attr]
+        self._rows[name] = module.get_parameter("weight").shape[0]
         return {} if self.whole else {"weight": (TENSOR, EvenCut(0))}
 
     def apply(self, name: str, module: nn.Module, groups: Groups) -> None:
