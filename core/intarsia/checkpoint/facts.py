@@ -23,6 +23,7 @@ RULES: tuple[tuple[str, Level, str], ...] = (
     ("recipe train.steps", "note", "the schedule is stretched to the new number of steps"),
     ("recipe train.*", "note", "it changes how the run goes on"),
     ("recipe mesh.*", "note", "the state is redistributed"),
+    ("recipe parallel*", "note", "it computes the same in other parts"),
     ("recipe precision.*", "warning", "losses will not be those of the unbroken run"),
     ("recipe checkpoint.*", "note", "it concerns later checkpoints only"),
     ("recipe sinks*", "note", "it does not change training"),
