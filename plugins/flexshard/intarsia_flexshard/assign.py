@@ -106,13 +106,14 @@ def assign(
     outside: Collection[str] = (),
     sizes: Mapping[str, int] | None = None,
     elsewhere: Collection[str] = (),
+    wide: Collection[str] = (),
 ) -> list[BucketSpec]:
     """The buckets in execution order (those that the model drives come first): every parameter is in exactly one.
 
     Arguments: `infos` in the model's order; `blocks` the declared blocks in execution order; `modules` the names of modules that have a forward of their own
     (containers have none, and drive nothing; None: all have one); `compute` and `reduce` the run's dtypes (None: the masters'); `outside` parameters that
     are read outside of their module's forward, as losses read the head's: the model drives their bucket; `sizes` the mesh's axes (None: data parallelism alone);
-    `elsewhere` globs that match in other pipeline stages. Raises UsageError for words and numbers that mean nothing, for globs without a
+    `elsewhere` globs that match in other pipeline stages; `wide` parameters that stay float32 where the run computes in fewer bits (`keeps_float32`). Raises UsageError for words and numbers that mean nothing, for globs without a
     parameter, for a parameter that two buckets claim, for buckets of several dtypes, and for axes over which a gradient would not be summed.
     """
     check_settings(config)
@@ -132,10 +133,35 @@ def assign(
     specs = []
     for bucket, members, is_default in found:
         for name, span, part in _parts(bucket, members, sizes):
-            inside = [part[0].block] if is_default else _drivers(part, modules, outside)
-            specs.append(_spec(config, chz.replace(bucket, name=name), span, part, tuple(inside), (compute, reduce), sizes))
+            for narrowed, some in _by_width(config, chz.replace(bucket, name=name), part, compute, wide):
+                inside = [some[0].block] if is_default else _drivers(some, modules, outside)
+                specs.append(_spec(config, narrowed, span, some, tuple(inside), (compute, reduce), sizes))
     _check_names([spec.name for spec in specs], len(specs))
     return sorted(specs, key=lambda spec: (not spec.is_root, min(order[info.name] for info in spec.infos)))
+
+
+def _by_width(
+    config: FlexShardConfig, bucket: BucketConfig, members: list[Info], compute: str | None, wide: Collection[str]
+) -> list[tuple[BucketConfig, list[Info]]]:
+    """The bucket, without those members that stay float32 in spite of the run's dtype, which are gathered as they are. What a bucket says of itself holds for all of it, and halves of
+    masters have one dtype."""
+    if bucket.compute is not None or compute not in ("bfloat16", "float16") or config.master == "split":
+        return [(bucket, members)]
+    kept = [info for info in members if info.name in wide]
+    rest = [info for info in members if info.name not in wide]
+    if not kept:
+        return [(bucket, members)]
+    apart = chz.replace(bucket, name=f"{bucket.name}:float32" if rest else bucket.name, compute="float32", payload="plain")
+    return [(bucket, rest), (apart, kept)] if rest else [(apart, kept)]
+
+
+def kept_wide(model: Any) -> list[str]:
+    """The names of the parameters that their modules want in float32 whatever a run computes in (the class attribute `keeps_float32`: routers' weights)."""
+    found = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name in getattr(type(module), "keeps_float32", ()):
+            found.append(f"{prefix}.{name}" if prefix else name)
+    return found
 
 
 def read_outside(model: Any) -> list[str]:

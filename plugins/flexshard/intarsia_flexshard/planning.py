@@ -18,7 +18,7 @@ from intarsia.train.groups import freeze, optimizer_groups
 from torch import nn
 
 from intarsia_flexshard.accounting import BucketBytes, RankBytes, Ring, Settings, Slots, count_gathers, measure, rank_bytes
-from intarsia_flexshard.assign import BucketSpec, assign, read_outside
+from intarsia_flexshard.assign import BucketSpec, assign, kept_wide, read_outside
 from intarsia_flexshard.bucket import balanced, lay_out, make_geometries
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.gathers import needs_weights
@@ -68,7 +68,8 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_dev
     table = ParameterTable.from_model(model, precision.master, precision.compute, precision.reduce, train.seed)
     modules = dict(model.named_modules(remove_duplicate=False))
     outside = read_outside(model)
-    specs = assign(config, table.values(), model.regions().blocks, running(modules), table.compute, table.reduce, outside)
+    dtypes = table.compute, table.reduce
+    specs = assign(config, table.values(), model.regions().blocks, running(modules), *dtypes, outside, wide=kept_wide(model))
     check_quantisation(config.tile, config.scales)
     check_masters(config.master == "split", table, specs)
     slots, optimizer = optimizer_slots(recipe, model, table, plugins)

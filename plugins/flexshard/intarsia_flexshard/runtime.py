@@ -27,7 +27,7 @@ from intarsia.parameters import ParameterTable, materialise_buffers
 from intarsia.plugins import Plugins, current
 from torch import Tensor, nn
 
-from intarsia_flexshard.assign import assign, names_here, read_outside
+from intarsia_flexshard.assign import assign, kept_wide, names_here, read_outside
 from intarsia_flexshard.bucket import Bucket, balanced
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.copies import Copies, matched_elsewhere
@@ -68,7 +68,8 @@ class FlexShard:
         modules = dict(model.named_modules(remove_duplicate=False))
         blocks = list(model.regions().blocks)  # type: ignore[operator]
         outside, elsewhere = read_outside(model), matched_elsewhere(config, table, mesh)
-        specs = assign(config, table.values(), blocks, running(modules), table.compute, table.reduce, outside, mesh.sizes, elsewhere)
+        dtypes = table.compute, table.reduce
+        specs = assign(config, table.values(), blocks, running(modules), *dtypes, outside, mesh.sizes, elsewhere, kept_wide(model))
         check_quantisation(config.tile, config.scales)
         readers = read_in_forward(table, modules, outside)
         lanes, groups, copies = (
