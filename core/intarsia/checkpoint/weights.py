@@ -17,7 +17,18 @@ from intarsia.errors import CheckpointError, UsageError, did_you_mean
 if TYPE_CHECKING:
     from intarsia.plugins import Plugins
 
-NO_MATTER = ("max_positions", "initial_std", "embedding_std", "bias_rate", "balance_loss", "sequence_loss", "sequence", "z_loss", "jitter", "dispatcher")
+NO_MATTER = (
+    "max_positions",
+    "initial_std",
+    "embedding_std",
+    "bias_rate",
+    "balance_loss",
+    "sequence_loss",
+    "sequence",
+    "z_loss",
+    "jitter",
+    "dispatcher",
+)
 
 
 def check_fit(weights: WeightReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
