@@ -26,7 +26,7 @@ class PipelineCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The command's arguments."""
-        parser.add_argument("action", choices=("show",), help="what to do")
+        parser.add_argument("action", choices=("show",), metavar="ACTION", help="what to do: show")
         parser.add_argument("schedule", help="name of a pipeline schedule")
         parser.add_argument(
             "settings", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the schedule, such as virtual_stages=3"
