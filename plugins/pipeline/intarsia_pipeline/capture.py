@@ -72,6 +72,10 @@ class Recording:
     ) -> None:
         part = stages.parts[stage]
         self._batch = _copy_of(batch)
+        self._results: list[Tensor] = []
+        self._sums: dict[str, Tensor] = {}
+        self._form_out: Form | None = None
+        self._seeds: list[Tensor] | None = None
         self.parameters = [
             parameter for parameter in _parameters_of(stages.model, part.blocks, part.first, part.last) if parameter.requires_grad
         ]
@@ -126,23 +130,20 @@ class Recording:
         self._sums = {name: value.detach() for name, value in self._sums.items()}
 
     def _outputs_of(self, result: Any) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._form_out: Form | None = None
+        self._sums, self._form_out = {}, None
         if isinstance(result, LossSum):
             self._results, self._sums = [result.total], dict(result.sums)
         else:
             self._form_out, self._results = form_of(result)
         self._roots = [each for each in self._results if each.requires_grad]
-        if not hasattr(self, "_seeds"):
+        if self._seeds is None:
             self._seeds = [torch.ones_like(root) for root in self._roots]
 
     def _gradients_of(self) -> list[Tensor | None]:
         wanted = [*self._differentiable, *self.parameters]
-        found = (
-            list(torch.autograd.grad(self._roots, wanted, self._seeds, allow_unused=True))
-            if self._roots and wanted
-            else [None] * len(wanted)
-        )
+        found: list[Tensor | None] = [None] * len(wanted)
+        if self._roots and wanted:
+            found[:] = torch.autograd.grad(self._roots, wanted, self._seeds, allow_unused=True)
         self._roots = []
         return found
 
@@ -170,7 +171,7 @@ class Recording:
     @torch.no_grad()
     def backward(self, seeds: Sequence[Tensor | float]) -> list[Tensor]:
         """Add to the parameters' `.grad`; returns the inputs' gradients. `seeds` are those of the differentiable results, or the scale of the loss."""
-        for mine, theirs in zip(self._seeds, seeds, strict=True):
+        for mine, theirs in zip(self._seeds or (), seeds, strict=True):
             mine.copy_(theirs) if isinstance(theirs, Tensor) else mine.fill_(theirs)
         self._backward.replay()
         count = len(self._differentiable)

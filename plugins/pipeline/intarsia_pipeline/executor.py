@@ -176,7 +176,7 @@ class Step:
         if roots:
             # The scale is for losses that forward adds when it is computed again; their sums are known already.
             with logical.micro_batch(self._scale), weights.deferring(held.queue):
-                torch.autograd.backward(*map(list, zip(*roots, strict=True)))
+                torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
         if not self._stages.parts[stage].first:
             self._handed["B", stage, number] = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in held.inputs]
             for leaf in held.inputs:
