@@ -82,7 +82,7 @@ def attended(plan: Plan, rank: int, values: list[Tensor], settings: Settings) ->
     return [merged.out, *(x for each, *held in blocks for x in each.backward(own, *held, settings, result, dq)), dq]
 
 
-@pytest.mark.parametrize("window", [None, 1, 30, 45, 90])
+@pytest.mark.parametrize("window", [None, 30, 90])
 @pytest.mark.parametrize("method", ["zigzag", "contiguous"])
 def test_packs_say_what_segments_say(monkeypatch: pytest.MonkeyPatch, method: str, window: int | None) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -82,7 +82,8 @@ class SequenceContext(Protocol):
     def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
         """A recurrence with a state for each sequence: the context calls `update(*inputs, state=..., documents_BS=..., **settings)`, which returns
         (outputs, new state), and keeps the state between calls; `state` None is the beginning. `update` begins anew wherever the document
-        changes within a row. Returns the outputs."""
+        changes within a row. For rows that are cut over ranks `update` needs two functions: `carry(*inputs, documents_BS=..., **settings)`, a tuple of tensors [B, ...] that says what
+        these tokens do to any state (its last: the state at their end, from zeros), and `combine(earlier, later)`, the carry of both. Returns the outputs."""
 
     def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
         """Attention over tokens chosen by an indexer: the context keeps keys, values and index keys."""

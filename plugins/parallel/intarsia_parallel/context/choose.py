@@ -13,7 +13,7 @@ The smallest wins. Sliding windows make `gather` move a halo; few key/value head
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from intarsia.contracts import Mixer
 from intarsia.errors import UsageError, did_you_mean
@@ -133,9 +133,3 @@ def _ulysses(shape: Shape, plan: Plan) -> float:
     back = max(plan.cut.counts) * (shape.heads - own) * shape.value_dim
     pairs = _pairs(dataclasses.replace(plan, cut=whole), 0, whole.ranges[0])
     return (there + back) * shape.rows * shape.element_size / BANDWIDTH + 3 * LATENCY + _compute(shape, pairs) / ranks
-
-
-def describe(shape: Shape, plan: Plan) -> dict[str, Any]:
-    """The choice as a record: `{"value": method, "reason": why}`."""
-    choice = choose(shape, plan)
-    return {"value": choice.method, "reason": choice.reason}

@@ -47,7 +47,9 @@ def ulysses(
     ranks, heads, kv_heads = comm.size, q_BSHD.shape[2], k_BSKD.shape[2]
     problem = obstacle(heads, ranks)
     if problem is not None:
-        raise UsageError(f"Mixer {mixer!r}: context parallelism by heads (ulysses): {problem}; or choose parallel.context=ring or gather.")
+        raise UsageError(
+            f"Mixer {mixer!r}: context parallelism by heads (ulysses): {problem}; or choose parallel=declared with parallel.context=ring or gather."
+        )
     own = heads // ranks
     read = [read_by(rank, heads, kv_heads, ranks) for rank in range(ranks)]
     by_rank = []
