@@ -145,6 +145,8 @@ def test_the_selection_bias_is_a_buffer_and_keeps_float32(pair, tmp_path):
     assert dtypes.pop("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
     assert dtypes.pop("model.layers.2.mlp.gate.e_score_correction_bias") == torch.float32
     assert set(dtypes.values()) == {torch.bfloat16}
+    router = load(folder, tokenizer="byte", device="cpu", dtype="bfloat16").model.layers[1].feed_forward.router
+    assert router.weight.dtype == router.bias.dtype == torch.float32
 
 
 # ---------------------------------------------------------------- float8

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from intarsia_testing.parity import ParityTests
 
+pytestmark = pytest.mark.parity
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

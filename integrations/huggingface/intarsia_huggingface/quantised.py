@@ -72,7 +72,7 @@ def blocks_of(config: Mapping[str, Any], where: str) -> Blocks:
     found = config.get("quantization_config")
     if not found:
         return Blocks()
-    size = found.get("weight_block_size") if isinstance(found, Mapping) else None
+    size: Any = found.get("weight_block_size") if isinstance(found, Mapping) else None
     kind = {"quant_method": "fp8", "fmt": "e4m3"}
     wrong = [f"{key} = {found.get(key)!r}" for key, value in kind.items() if found.get(key, value) != value] if size else []
     sound = isinstance(size, list | tuple) and len(size) == 2 and all(type(number) is int and number > 0 for number in size)
@@ -82,4 +82,4 @@ def blocks_of(config: Mapping[str, Any], where: str) -> Blocks:
             f"{where} has a quantization_config that cannot be read ({what}): quantised weights must be fp8 (e4m3) with a weight_block_size. Take the "
             "folder of the unquantised model."
         )
-    return Blocks(*size)
+    return Blocks(size[0], size[1])
