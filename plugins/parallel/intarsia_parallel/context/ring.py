@@ -110,9 +110,9 @@ class _Ring(torch.autograd.Function):
         here.forward(q, k, v, settings, merged)
         for shift, following in itertools.zip_longest(shifts, shifts[1:]):
             assert coming is not None
-            passing = unpacked(coming.wait()[course.source(shift)], (k, v), length(course.arrives(shift)))
+            k_there, v_there = unpacked(coming.wait()[course.source(shift)], (k, v), length(course.arrives(shift)))
             coming = None if following is None else course.bring(following, k, v)
-            course.passing(shift).forward(q, *passing, settings, merged)
+            course.passing(shift).forward(q, k_there, v_there, settings, merged)
         out, lse = merged.out, merged.lse
         if sinks_H is not None:
             # One more key, whose value is 0.
@@ -135,9 +135,9 @@ class _Ring(torch.autograd.Function):
         going: tuple[int, Transfer] | None = None
         for shift, following in itertools.zip_longest(shifts, shifts[1:]):
             assert coming is not None
-            passing = unpacked(coming.wait()[course.source(shift)], (k, v), length(course.arrives(shift)))
+            k_there, v_there = unpacked(coming.wait()[course.source(shift)], (k, v), length(course.arrives(shift)))
             coming = None if following is None else course.bring(following, k, v)
-            block = course.passing(shift).backward(q, *passing, settings, result, dq)
+            block = course.passing(shift).backward(q, k_there, v_there, settings, result, dq)
             if going is not None:
                 _add_arrived(course, going, dk, dv)
             going = shift, course.send_back(shift, block[0].to(k.dtype), block[1].to(v.dtype))
