@@ -20,7 +20,7 @@ class MoECommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """`moe report RUN [--layer L] [--step S]`."""
-        actions = parser.add_subparsers(dest="action", required=True)
+        actions = parser.add_subparsers(dest="action", required=True, metavar="report")
         report = actions.add_parser("report", help="a heat-map: layers by experts, or one layer's steps by experts")
         report.add_argument("run", type=Path, help="run directory")
         report.add_argument("--step", type=int, help="the step to show, of those that were logged; the last one by default")
