@@ -110,9 +110,11 @@ class DispatcherConformance(Conformance):
         y_ND = flight.combine(torch.cat([arrived.x_MD[:total] * spread_MD, tail_MD]))
         wave_ND = torch.cos(torch.arange(y_ND.numel(), dtype=y_ND.dtype) * 0.7).view(y_ND.shape)
         grads = torch.autograd.grad(y_ND, (x_ND, weights_NK, factors_eD), wave_ND, allow_unused=True)
-        found = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip((x_ND, weights_NK, factors_eD), grads, strict=True)]
+        grad_x, grad_weights, grad_factors = (
+            torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip((x_ND, weights_NK, factors_eD), grads, strict=True)
+        )
         dropped = 0 if flight.dropped is None else int(flight.dropped)
-        return Seen(y_ND.detach(), *found, flight.counts_E, dropped, rows, is_sorted)
+        return Seen(y_ND.detach(), grad_x, grad_weights, grad_factors, flight.counts_E, dropped, rows, is_sorted)
 
     def _all(self, config: Any, routing: Routing, size: int) -> list[Seen]:
         return self.run_ranks(size, lambda comm: self._pass(self._dispatcher(config, routing.experts, comm), routing, comm))
