@@ -14,6 +14,8 @@ from intarsia.config import CompileConfig
 from intarsia.contracts import PipelinePart
 from intarsia.errors import PluginError, UsageError
 from intarsia_eager.context import TrainContext
+from intarsia_models_common.moe.operators import GROUPED_LINEAR, SCALED_GROUPED_LINEAR
+from intarsia_models_common.scaled_linear import scaled_linear
 from intarsia_pipeline import weights
 from intarsia_pipeline.capture import check_batch
 from intarsia_testing.communicator import run_ranks
@@ -220,3 +222,61 @@ def test_deferred_operators_give_the_gradients_of_the_plain_ones() -> None:
     for recomputed in (False, True):
         for mine, plain in zip(gradients([], recomputed), gradients(None, recomputed), strict=True):
             torch.testing.assert_close(mine, plain)
+
+
+@pytest.mark.parametrize("name", ["linear", "scaled_linear", "grouped_linear", "scaled_grouped_linear", "unknown"])
+def test_each_deferred_operator_gives_the_gradients_of_the_plain_one(name: str) -> None:
+    """Also one of which no rule for the weight's gradient is known."""
+    generator = torch.Generator().manual_seed(1)
+    grouped = name.endswith("grouped_linear")
+    x = torch.randn(6, 4, generator=generator)
+    weight = torch.randn(*((2,) if grouped else ()), 3, 4, generator=generator)
+    payload = weight.to(torch.float8_e4m3fn)
+    scales = torch.ones(*weight.shape[:-2], 1, 1)
+    counts = torch.tensor([4, 1])
+    rest: tuple[Any, ...] = {"linear": (), "unknown": (), "scaled_linear": (payload, scales, None), "grouped_linear": (counts,)}.get(
+        name, (payload, scales, counts)
+    )
+    operator = (
+        ops.Operator("mine", lambda x, weight: (x @ weight.t()).sin(), "other", invariant=False)
+        if name == "unknown"
+        else {
+            "linear": ops.linear,
+            "scaled_linear": scaled_linear,
+            "grouped_linear": GROUPED_LINEAR,
+            "scaled_grouped_linear": SCALED_GROUPED_LINEAR,
+        }[name]
+    )
+    plain = ops.Operator(operator.name, operator.reference, "other", invariant=False)
+    call = weights._deferring_form(plain)
+
+    def gradients(queue: Any) -> list[torch.Tensor]:
+        inputs = [each.clone().requires_grad_() for each in (x, weight)]
+        with weights.deferring(queue):
+            (call(*inputs, *rest) * torch.arange(3.0)).sum().backward()
+        if queue is not None:
+            assert inputs[1].grad is None
+            weights.run(queue)
+        return [each.grad for each in inputs]  # type: ignore[misc]
+
+    for mine, expected in zip(gradients([]), gradients(None), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_the_weights_product_runs_with_w_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from intarsia_models_common.moe import products
+
+    calls: list[str] = []
+    product, gradient = products.product, products.grouped_linear.weight_gradient
+    mine = products.grouped(
+        lambda *each: (calls.append("product"), product(*each))[1], lambda *each: (calls.append("weight"), gradient(*each))[1]
+    )
+    monkeypatch.setattr(products.grouped_linear, "weight_gradient", lambda *each: (calls.append("weight"), gradient(*each))[1])
+    call = weights._deferring_form(ops.Operator("grouped_linear", mine, "other", invariant=False))
+    x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
+    queue: Any = []
+    with weights.deferring(queue):
+        call(x, weight, torch.tensor([2, 3])).sum().backward()
+    assert calls == ["product", "product"]
+    weights.run(queue)
+    assert calls == ["product", "product", "weight"]

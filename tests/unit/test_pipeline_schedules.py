@@ -87,7 +87,7 @@ def test_bubbles_of_1f1b_and_its_kin(ranks: int, f: float, i: float, w: float) -
         assert found.bubble == pytest.approx((ranks - 1) * (f + i + w) / virtual)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 32])
 def test_zbv_has_no_bubble_where_all_take_equally_long(ranks: int) -> None:
     """arXiv 2401.10241, section 6: no bubble, in 1F1B's memory of R micro-batches of both stages."""
     for micro_batches in (2 * ranks - 1, 2 * ranks, 3 * ranks + 1):
@@ -128,7 +128,7 @@ def test_uneven_stages_messages_and_unsharding() -> None:
 
 
 def test_hundreds_of_ranks() -> None:
-    found = simulate(made("zbv", 200, 400))
+    found = simulate(made("zbv", 128, 256))
     assert found.bubble == 0 and len(found.idle) == 200
 
 

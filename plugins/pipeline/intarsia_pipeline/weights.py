@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,35 +75,38 @@ def _deferring_form(operator: ops.Operator) -> Callable[..., Any]:
         return _Deferred.apply(inner, queue, weight, named, x, *rest)
 
     call.defers = True  # type: ignore[attr-defined]
+    call.inner = operator.choice.function  # type: ignore[attr-defined]
+    if hasattr(operator.choice.function, "weight_gradient"):
+        call.weight_gradient = operator.choice.function.weight_gradient  # type: ignore[attr-defined, union-attr]
     call.prepare = inner.prepare  # type: ignore[attr-defined]
     return call
 
 
 class _Deferred(torch.autograd.Function):
-    """The operator with a graph of its own inside, which backward goes through twice: for the inputs, and later for the weight."""
+    """The operator with a graph of its own inside that knows of no weight: backward goes through it for the inputs, and puts the weight off."""
 
     @staticmethod
     def forward(ctx: Any, operator: ops.Operator, queue: Queue, weight: Tensor, named: dict[str, Any], x: Tensor, *rest: Any) -> Tensor:
         with torch.enable_grad():
             inner = [_apart(each) for each in (x, *rest)]
-            inner_weight = weight.detach().requires_grad_()
-            result = operator(inner[0], inner_weight, *inner[1:], **named)
+            result = operator(inner[0], weight.detach(), *inner[1:], **named)
         # The edge, and not the result, whose memory nobody needs.
-        ctx.edge = torch.autograd.graph.get_gradient_edge(result)
-        ctx.inner, ctx.inner_weight, ctx.weight, ctx.queue = inner, inner_weight, weight, queue
+        ctx.edge = torch.autograd.graph.get_gradient_edge(result) if result.requires_grad else None
+        # Saved as autograd saves, so that recomputation may bring it back.
+        ctx.save_for_backward(x)
+        ctx.inner, ctx.queue, ctx.operator, ctx.weight, ctx.rest = inner, queue, operator, weight, (rest, named)
         return result.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        edge, inner, inner_weight, weight = ctx.edge, ctx.inner, ctx.inner_weight, ctx.weight
+        inner, operator, weight, (rest, named) = ctx.inner, ctx.operator, ctx.weight, ctx.rest
+        (x,) = ctx.saved_tensors
         gradient = grads[0]
         wanted = [each for each in inner if isinstance(each, Tensor) and each.requires_grad]
-        found = iter(torch.autograd.grad(edge, wanted, gradient, retain_graph=True, allow_unused=True) if wanted else ())
+        found = iter(torch.autograd.grad(ctx.edge, wanted, gradient, allow_unused=True) if wanted else ())
 
         def later() -> None:
-            (mine,) = torch.autograd.grad(edge, inner_weight, gradient, allow_unused=True)
-            if mine is None:
-                return
+            mine = weight_gradient(operator, gradient, x, weight, rest, named).to(weight.dtype)
             if weight.grad is None:
                 weight.grad = mine
             else:
@@ -111,9 +114,36 @@ class _Deferred(torch.autograd.Function):
 
         ctx.queue.append(later)
         # What the queue does not need goes with this node.
-        ctx.edge = ctx.inner = ctx.inner_weight = None
+        ctx.edge = ctx.inner = None
         given = [next(found) if isinstance(each, Tensor) and each.requires_grad else None for each in inner]
         return (None, None, None, None, *given)
+
+
+def weight_gradient(
+    operator: ops.Operator, gradient: Tensor, x: Tensor, weight: Tensor, rest: Sequence[Any], named: Mapping[str, Any]
+) -> Tensor:
+    """The gradient of the operator's weight, of its shape.
+
+    `y = x W^T` gives it by one product. Products in groups give it by `weight_gradient(gradient, x, counts)`, an attribute of the function that is in force or of the reference. Without one
+    the forward is computed again.
+    """
+    if operator.name in ("linear", "scaled_linear"):
+        return gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    by = ops.operators().get("grouped_linear", operator)
+    product = next((each for each in (_inner_of(by.choice.function), by.reference) if hasattr(each, "weight_gradient")), None)
+    counts = named.get("counts_E", next((each for each in rest if isinstance(each, Tensor) and each.dtype == torch.int64), None))
+    if product is not None and counts is not None:
+        found: Tensor = product.weight_gradient(gradient.contiguous(), x, counts)  # type: ignore[union-attr]
+        return found
+    with torch.enable_grad():
+        leaf = weight.detach().requires_grad_()
+        result = operator(x.detach(), leaf, *(each.detach() if isinstance(each, Tensor) else each for each in rest), **named)
+    return torch.autograd.grad(result, leaf, gradient)[0]
+
+
+def _inner_of(function: Any) -> Any:
+    """What was in force before the operator was made able to defer."""
+    return getattr(function, "inner", function)
 
 
 def _apart(value: Any) -> Any:

@@ -99,6 +99,10 @@ def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor
     return _grouped(x_MI, weight_EOI, counts_E)
 
 
+# For who computes it at another time than the input's gradient. A kernel's function has one too.
+grouped_linear.weight_gradient = weight_gradient  # type: ignore[attr-defined]
+
+
 class _ScaledGroupedLinear(torch.autograd.Function):
     """Keeps the payload for the backward pass and not what it stands for. Products are those in force for `grouped_linear`."""
 
