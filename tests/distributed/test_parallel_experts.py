@@ -9,7 +9,7 @@ import pytest
 import torch
 from _spawn import spawn
 from intarsia import logical, plugins
-from intarsia.comm import Communicator
+from intarsia.comm import Communicator, FakeCommunicator
 from intarsia.errors import UsageError
 from intarsia_models_common.build import Scope
 from intarsia_models_common.config import SwiGLUConfig
@@ -282,6 +282,22 @@ def test_settings() -> None:
     with pytest.raises(UsageError, match="cut over 2 ranks"):
         run_ranks(2, lambda comm: plugins.current().build(LocalConfig(), 4, comm))
     assert chz.replace(FixedCapacityConfig(), tokens=4).tokens == 4
+
+
+@pytest.mark.parametrize("dispatcher", [AllToAllConfig(overlap=False), FixedCapacityConfig(factor=2.0, tokens=10, overlap=False)])
+def test_shapes_are_known_without_numbers(dispatcher: DispatcherConfig) -> None:
+    """Planning runs a rank of a large group on the meta device."""
+    comm = FakeCommunicator(3, 4, "meta")
+    with torch.device("meta"):
+        layer = MoE(MoEConfig(router=SigmoidRouterConfig(experts=8, top_k=2), hidden=8), SCOPE)
+        layer.experts.dispatcher = plugins.current().build(dispatcher, 8, comm)
+        for name in ("w1", "w3", "w2"):
+            setattr(layer.experts, name, nn.Parameter(getattr(layer.experts, name)[:2]))
+        x = torch.empty(2, 5, DIM, requires_grad=True)
+        y = layer(x)
+        assert y.shape == x.shape
+        y.sum().backward()
+    assert x.grad is not None and comm.stats()["rows to experts"].bytes > 0
 
 
 # ---------------------------------------------------------------- processes

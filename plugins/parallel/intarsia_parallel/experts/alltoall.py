@@ -14,7 +14,7 @@ from intarsia_models_common.moe.dispatch import Arrived, Capabilities, Order, ex
 from intarsia_models_common.moe.operators import COMBINE, PERMUTE
 from torch import Tensor
 
-from intarsia_parallel.collectives import exchange
+from intarsia_parallel.collectives import even_counts, exchange
 from intarsia_parallel.experts.config import AllToAllConfig
 from intarsia_parallel.experts.crossing import Crossing, Lane
 
@@ -46,11 +46,17 @@ class AllToAllFlight:
         self._lane, self._weights_NK, self._order, self._own = lane, weights_NK, order, shares[lane.comm.rank]
         arriving = lane.comm.exchange(list(order.counts_E.split(shares)), [self._own] * len(shares), "counts of experts")
         self._counts_Re = torch.stack(arriving)
-        sends = torch.stack([part.sum() for part in order.counts_E.split(shares)])
-        # One wait for the device.
-        both = torch.stack([sends, self._counts_Re.sum(1)]).tolist()
-        self._sends, self._receives = both
+        self._sends, self._receives = self._sizes(shares)
         self._crossing: Crossing = lane.start(PERMUTE(x_ND, order.pairs_M, order.places_NK), self._sends, self._receives, "rows to experts")
+
+    def _sizes(self, shares: list[int]) -> tuple[list[int], list[int]]:
+        """Rows to each rank and from each: one wait for the device. Where there are no numbers (planning, on the meta device) routing is taken to be balanced."""
+        if self.counts_E.is_meta:
+            balanced = even_counts(self._order.pairs_M.shape[0], len(shares))
+            return balanced, [balanced[self._lane.comm.rank]] * len(shares)
+        sends = torch.stack([part.sum() for part in self.counts_E.split(shares)])
+        to, back = torch.stack([sends, self._counts_Re.sum(1)]).tolist()
+        return to, back
 
     def arrive(self) -> Arrived:
         """See `Flight`."""

@@ -8,6 +8,7 @@ valid is found on the device: the host learns nothing, and shapes depend on sett
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -60,10 +61,9 @@ class FixedCapacity:
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The first expert of each rank, with E at the end [R + 1], and each expert's rank [E]."""
         if self._tables is None or self._tables[0].device != device:
-            shares = torch.tensor(self.shares)
-            firsts_R1 = torch.cat([shares.new_zeros(1), shares.cumsum(0)])
-            ranks_E = torch.arange(len(self.shares)).repeat_interleave(shares)
-            self._tables = firsts_R1.to(device), ranks_E.to(device)
+            firsts = [0, *itertools.accumulate(self.shares)]
+            ranks = [rank for rank, share in enumerate(self.shares) for _ in range(share)]
+            self._tables = torch.tensor(firsts, device=device), torch.tensor(ranks, device=device)
         return self._tables
 
     def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
