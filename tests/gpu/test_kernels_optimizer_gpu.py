@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -99,27 +100,40 @@ def test_adamw_is_the_references(storage: str, state: torch.dtype) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_adamw_adds_contributions_bit_for_bit(count: int) -> None:
-    """With quantising and without; sizes around a block's."""
+    """With quantising and without, which are the same bits too; sizes around a block's; also a scale that no exact product has."""
     from intarsia_kernels.optimizer import adamw, quantised_adamw
     from intarsia_kernels.optimizer.sum import add_parts
 
-    for size in (300, 2**18, 2**18 + 7):
+    boxes = ((0, 0, 60_000, 256, 768),)
+    for size, scale in itertools.product((300, 2**18, 2**18 + 7), (0.5, 1 / 3)):
         parts = [torch.randn(size, device="cuda").bfloat16() for _ in range(count)]
         gradient = torch.empty(size, device="cuda")
-        add_parts(parts, gradient, 0.5)
+        add_parts(parts, gradient, scale)
         master, mean, square = torch.randn(size, device="cuda"), torch.randn(size, device="cuda"), torch.rand(size, device="cuda")
         results = []
-        for given in (gradient, (parts, 0.5), (parts, 0.5)):
+        for given in (gradient, (parts, scale), (parts, scale)):
             value, low = torch.empty(size, dtype=torch.bfloat16, device="cuda"), torch.empty(size, dtype=torch.int16, device="cuda")
             split_master(master, value, low)
             states, wire = (mean.clone(), square.clone()), torch.zeros(2**18, dtype=torch.uint8, device="cuda")
             update = (value, low, *states, given, torch.tensor(3.0, device="cuda"), 0.03, (0.9, 0.999), 1e-8, 0.1)
             adamw.fused_adamw(*update)
+            found = [value, low, *states]
             if size >= 2**18:
-                quantised_adamw.adamw_quantised(*update, wire, ((0, 0, 60_000, 256, 768),), (128, 128), False, torch.bfloat16)
-            results.append((value, low, *states, wire))
+                both = []
+                for kernel, extra in (
+                    (adamw.fused_adamw, ()),
+                    (quantised_adamw.adamw_quantised, (wire, boxes, (128, 128), False, torch.bfloat16)),
+                ):
+                    copies = [tensor.clone() for tensor in update[:4]]
+                    kernel(*copies, *update[4:], *extra)
+                    both.append([copy[: 256 * 768] for copy in copies])
+                for name, plain, quantised in zip(("value", "low", "mean", "square"), *both, strict=True):
+                    assert torch.equal(plain, quantised), (name, size, scale)
+                found += [*both[1], wire]
+            results.append(found)
         for other in results[1:]:
-            assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True)), size
+            differ = [index for index, (one, two) in enumerate(zip(results[0], other, strict=True)) if not torch.equal(one, two)]
+            assert not differ, (differ, size, scale)
 
 
 def test_muon_directions_and_updates_are_the_references() -> None:

@@ -26,6 +26,48 @@ def test_kernels_under_the_interpreter() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="see above")
+def test_adamw_leaves_no_rounding_to_the_compiler() -> None:
+    """In a process of its own too: Triton's variables may be set in this one. Needs no GPU, only its compiler."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, "compile"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def check_compiled() -> None:
+    """What the assembler gets, for a gradient that is added and for contributions: every product and sum says how it is rounded, so that the assembler makes no two of them one; and the
+    operations on floats are the same but for adding contributions."""
+    import re
+    from collections import Counter
+
+    import triton
+    from intarsia_kernels.optimizer import adamw, quantised_adamw
+    from intarsia_kernels.optimizer import sum as sums
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    flat = {"BLOCK": 2048, "CONTIGUOUS": 4, "EVICT": ""}
+    update = {"SPLIT": True, "LOADED": False}
+    tiles = {"TILE_O": 128, "TILE_I": 128, "ROWS": 32, "STAGES": 1, "BOXES": 1, "COMPUTE": triton.language.bfloat16}
+    tiles |= {"LARGEST": 448.0, "SMALLEST": 2.0**-100, "POWER_OF_TWO": False}
+    types = {"value": "*bf16", "low": "*i16", "mean": "*fp32", "square": "*fp32", "out": "*fp32", "payload": "*fp8e4nv", "scales": "*fp32"}
+    types |= {"table": "*i64", "boxes": "i32", "n": "i32", "step": "*fp32"}
+    for launch, constants in ((sums._launch, flat), (adamw._launch, update | flat), (quantised_adamw._launch, update | tiles)):
+        kernel, found = launch._kernel, []
+        for parts, pointer in ((1, "*fp32"), (1, "*bf16"), (2, "*bf16")):
+            signature = {name: types.get(name, pointer if name[0] == "p" else "fp32") for name in kernel.arg_names}
+            given = {**constants, "PARTS": parts}
+            signature |= dict.fromkeys(given, "constexpr")
+            source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in given.items()})
+            text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(launch._options)).asm["ptx"]
+            operations = Counter(re.findall(r"\b(?:add|sub|mul|fma|div|sqrt|rsqrt|ex2)\.[a-z.]*f32\b", text))
+            loose = [name for name in operations if re.match(r"(add|sub|mul|fma)\.(?!rn\.)", name)]
+            assert operations["mul.rn.f32"] and not loose, (kernel, loose)
+            found.append(operations)
+        assert found[0] == found[1] and set(found[2] - found[1]) == {"add.rn.f32"}, kernel
+
+
 def drawn(generator: Any, size: int, dtype: Any, offset: int = 0) -> Any:
     """Normal numbers; `offset` elements into their storage, so that they are not aligned."""
     import torch
@@ -129,13 +171,14 @@ def check_contributions() -> None:
     from intarsia_kernels.optimizer.sum import add_parts
 
     size, boxes = 4000, ((16, 0, 500, 32, 32),)
-    for count, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.bfloat16), (8, torch.float16)):
+    cases = ((1, torch.float32, 0.5), (2, torch.bfloat16, 1 / 3), (3, torch.bfloat16, 1 / 6), (8, torch.float16, 0.5))
+    for count, dtype, scale in cases:
         generator = torch.Generator().manual_seed(count)
         parts = [drawn(generator, size, dtype) for _ in range(count)]
         gradient = torch.empty(size)
-        add_parts(parts, gradient, 0.5)
+        add_parts(parts, gradient, scale)
         results = []
-        for given in (gradient, (parts, 0.5)):
+        for given in (gradient, (parts, scale)):
             generator.manual_seed(0)
             value, low = torch.empty(size, dtype=torch.bfloat16), torch.empty(size, dtype=torch.int16)
             split_master(drawn(generator, size, torch.float32), value, low)
@@ -269,7 +312,9 @@ def check_signatures() -> None:
             assert positional == list(inspect.signature(getattr(updates, entry.op)).parameters), entry.full_name
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:] == ["compile"]:
+    check_compiled()
+elif __name__ == "__main__":
     from test_fp8_kernels import mend_the_interpreter
 
     mend_the_interpreter()

@@ -147,6 +147,7 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             self.calls.append(("binder", grid, arguments))
+            self.options = options
             return self.compiled
 
         return call
@@ -177,6 +178,13 @@ def test_the_launcher_leaves_the_binder_out_from_the_second_call_on() -> None:
         launch(3, [tensor[1:]], (63, lr), (True,), 63)
         launch(3, [tensor], (2**31, lr), (True,), 2**31)
     assert [call[0] for call in calls[2:]] == ["binder"] * 7
+
+
+def test_a_launcher_lets_the_compiler_contract_unless_told() -> None:
+    for contracts in (True, False):
+        kernel = Kernel([], None)
+        Launcher(kernel, 4, contracts)(1, [torch.zeros(64)], (64,), (), 64)
+        assert kernel.options == {"num_warps": 4, "enable_fp_fusion": contracts}
 
 
 @pytest.mark.usefixtures("stream")

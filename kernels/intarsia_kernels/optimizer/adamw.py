@@ -2,6 +2,9 @@
 
 A split master is read as halves and written as halves, rounded as `intarsia.parameters.split_master` does: the bfloat16 half is what an ordinary cast of the new value gives, and the
 next gather needs no cast. Numbers that change from step to step are read on the device or passed, so that a captured step stays right.
+
+Every kernel that updates so (`quantised_adamw` too) gives the same bits for the same numbers, whether a gradient comes added or as contributions and whatever the block: what is
+contracted to one rounding is written out, and the compiler contracts nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intarsia_kernels.optimizer.blocks import MOST, added, read, read_master, write, write_master
+from intarsia_kernels.optimizer.blocks import MOST, gradient, read, read_master, write, write_master
 from intarsia_kernels.optimizer.launch import Launcher
 
 BLOCK, WARPS, CONTIGUOUS, EVICT = 2048, 8, 4, ""
@@ -45,15 +48,16 @@ def speeds(step, lr, log_mean, log_square, weight_decay, LOADED: tl.constexpr):
         speed = tl.load(lr).to(tl.float32)
     else:
         speed = lr
-    return speed / corrected(t, log_mean), 1.0 / tl.sqrt(corrected(t, log_square)), 1.0 - speed * weight_decay
+    # One instruction for the root, which no compiler has two ways for.
+    return speed / corrected(t, log_mean), tl.rsqrt(corrected(t, log_square)), 1.0 - speed * weight_decay
 
 
 @triton.jit
 def updated(w, g, m, v, rate, root, shrink, new_mean, new_square, keep_square, eps):
-    """The new value, mean and square."""
-    m += new_mean * (g - m)
-    v = v * keep_square + new_square * (g * g)
-    return w * shrink - rate * m / (tl.sqrt(v) * root + eps), m, v
+    """The new value, mean and square. What is multiplied and added in one is written so: which of two products a compiler takes would else depend on what surrounds it."""
+    m = tl.fma(new_mean, g - m, m)
+    v = tl.fma(v, keep_square, new_square * (g * g))
+    return tl.fma(w, shrink, -(rate * m / tl.fma(tl.sqrt(v), root, eps))), m, v
 
 
 @triton.jit
@@ -64,7 +68,7 @@ def _block(
     # What a thread reads of the widest is what it writes of all, and nothing moves between threads.
     offsets = tl.max_contiguous(tl.arange(0, BLOCK), CONTIGUOUS)
     w = read_master(value, low, offsets, left, SPLIT, WHOLE, EVICT)
-    g = added(p0, p1, p2, p3, p4, p5, p6, p7, offsets, left, PARTS, WHOLE, EVICT) * share
+    g = gradient(p0, p1, p2, p3, p4, p5, p6, p7, offsets, left, share, PARTS, WHOLE, EVICT)
     m = read(mean, offsets, left, WHOLE, EVICT).to(tl.float32)
     v = read(square, offsets, left, WHOLE, EVICT).to(tl.float32)
     # After the elements are asked for: a thread would else wait for the number of the step first.
@@ -95,7 +99,7 @@ def _adamw(
         )  # fmt: skip
 
 
-_launch = Launcher(_adamw, WARPS)
+_launch = Launcher(_adamw, WARPS, contracts=False)
 
 
 @torch.no_grad()

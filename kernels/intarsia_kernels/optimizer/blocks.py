@@ -43,6 +43,12 @@ def added(p0, p1, p2, p3, p4, p5, p6, p7, offsets, left, PARTS: tl.constexpr, WH
 
 
 @triton.jit
+def gradient(p0, p1, p2, p3, p4, p5, p6, p7, offsets, left, scale, PARTS: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr = PLAIN):
+    """A sum of contributions, scaled: one function for whoever stores it and whoever uses it at once. The product is rounded only in a kernel that contracts nothing (`Launcher`)."""
+    return added(p0, p1, p2, p3, p4, p5, p6, p7, offsets, left, PARTS, WHOLE, EVICT) * scale
+
+
+@triton.jit
 def write(pointer, offsets, left, value, WHOLE: tl.constexpr, EVICT: tl.constexpr = PLAIN):
     """Elements that are of the pointer's dtype."""
     if WHOLE:

@@ -37,11 +37,12 @@ class Launcher:
     """Launches one Triton kernel; from the second time on for equal types without its argument binder, which takes longer than a small kernel runs.
 
     The kernel's parameters are tensors, then numbers and scalar tensors, then constants. Numbers must not be specialised on (`do_not_specialize`), nor scalar tensors on their alignment.
-    Where a compiled kernel of the installed Triton cannot be called with plain addresses, the binder stays.
+    Where a compiled kernel of the installed Triton cannot be called with plain addresses, the binder stays. Without `contracts` the compiler makes no product and sum one operation (which rounds
+    once, and which the compiler may choose otherwise in another kernel, or for another dtype of the same): `tl.fma` is there for those that are to be one.
     """
 
-    def __init__(self, kernel: Any, warps: int) -> None:
-        self._kernel, self._warps = kernel, warps
+    def __init__(self, kernel: Any, warps: int, contracts: bool = True) -> None:
+        self._kernel, self._options = kernel, {"num_warps": warps, "enable_fp_fusion": contracts}
         self._launches: dict[tuple[Any, ...], Launch | None] = {}
 
     def __call__(
@@ -54,7 +55,7 @@ class Launcher:
         for address in addresses:
             together |= address
         if together % ALIGNED or size >= LARGEST:
-            self._kernel[(blocks,)](*tensors, *scalars, *constants, num_warps=self._warps)
+            self._kernel[(blocks,)](*tensors, *scalars, *constants, **self._options)
             return None
         types = [scalar.dtype if isinstance(scalar, Tensor) else None for scalar in scalars]
         device = tensors[0].get_device()
@@ -68,7 +69,7 @@ class Launcher:
             except TypeError as error:
                 log.info("the installed Triton's compiled kernels cannot be called with addresses (%s): its argument binder is used", error)
                 self._launches[key] = None
-        found = self._kernel[(blocks,)](*tensors, *scalars, *constants, num_warps=self._warps)
+        found = self._kernel[(blocks,)](*tensors, *scalars, *constants, **self._options)
         # The interpreter gives back nothing, and what was refused once is not tried again.
         if key not in self._launches:
             can = current_stream is not None and all(hasattr(found, name) for name in ("run", "function", "packed_metadata"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from intarsia_kernels.fp8.tiles import TRITON_DTYPES, Boxes, encode, find_box, is_whole, scale_of, tables
 from intarsia_kernels.optimizer.adamw import Gradient, contributions, numbers, speeds, updated
 from intarsia_kernels.optimizer.adamw import supports as supports_adamw
-from intarsia_kernels.optimizer.blocks import added, read_master, write_master
+from intarsia_kernels.optimizer.blocks import gradient, read_master, write_master
 from intarsia_kernels.optimizer.launch import Launcher
 
 BLOCK, WARPS, STAGES = 4096, 8, 1
@@ -40,7 +40,7 @@ def _adamw_tiles(
     for first in tl.range(0, TILE_O, ROWS, num_stages=STAGES):
         offsets = (first + o) * columns + i
         w = read_master(value, low, offsets, 0, SPLIT, True)
-        g = added(p0, p1, p2, p3, p4, p5, p6, p7, offsets, 0, PARTS, True) * share
+        g = gradient(p0, p1, p2, p3, p4, p5, p6, p7, offsets, 0, share, PARTS, True)
         m = tl.load(mean + offsets).to(tl.float32)
         v = tl.load(square + offsets).to(tl.float32)
         w, m, v = updated(w, g, m, v, rate, root, shrink, new_mean, new_square, keep_square, eps)
@@ -58,7 +58,7 @@ def _adamw_tiles(
     tl.store(scales + scale_at, scale)
 
 
-_launch = Launcher(_adamw_tiles, WARPS)
+_launch = Launcher(_adamw_tiles, WARPS, contracts=False)
 
 
 @torch.no_grad()

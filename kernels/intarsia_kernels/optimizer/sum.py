@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from intarsia_kernels.optimizer import reference
-from intarsia_kernels.optimizer.blocks import MOST, added, write
+from intarsia_kernels.optimizer.blocks import MOST, gradient, write
 from intarsia_kernels.optimizer.launch import ALIGNED, Launch, Launcher
 
 BLOCK, WARPS, CONTIGUOUS, EVICT = 1024, 4, 4, ""
@@ -30,11 +30,10 @@ def _block(
 ):  # fmt: skip
     # What a thread reads of each is what it writes, and nothing moves between threads.
     offsets = tl.max_contiguous(tl.arange(0, BLOCK), CONTIGUOUS)
-    total = added(
-        p0 + base, p1 + base, p2 + base, p3 + base, p4 + base, p5 + base, p6 + base, p7 + base, offsets, left, PARTS, WHOLE, EVICT
+    total = gradient(
+        p0 + base, p1 + base, p2 + base, p3 + base, p4 + base, p5 + base, p6 + base, p7 + base, offsets, left, scale, PARTS, WHOLE, EVICT
     )  # fmt: skip
-    result = (total * scale).to(out.dtype.element_ty)
-    write(out + base, offsets, left, result, WHOLE)
+    write(out + base, offsets, left, total.to(out.dtype.element_ty), WHOLE)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -51,7 +50,7 @@ def _add(
         _block(p0, p1, p2, p3, p4, p5, p6, p7, out, base, left, scale, PARTS, BLOCK, CONTIGUOUS, EVICT, False)
 
 
-_launch = Launcher(_add, WARPS)
+_launch = Launcher(_add, WARPS, contracts=False)
 
 
 def add_parts(parts: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
