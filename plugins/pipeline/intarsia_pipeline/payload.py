@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,10 +95,3 @@ def _build(tree: Any, tensors: list[Tensor]) -> Any:
         return {key: _build(each, tensors) for key, each in items}
     made = [_build(each, tensors) for each in items]
     return made if name == "list" else tuple(made)
-
-
-def differentiable(form: Form, tensors: list[Tensor]) -> Iterator[tuple[Leaf, Tensor]]:
-    """Those tensors that take part in backward."""
-    for leaf, tensor in zip(form.leaves, tensors, strict=True):
-        if leaf.differentiable:
-            yield leaf, tensor
