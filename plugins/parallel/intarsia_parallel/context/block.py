@@ -21,6 +21,7 @@ from intarsia.ops.attention_reference import SCORE_ELEMENTS
 from torch import Tensor
 
 from intarsia_parallel.context.plan import Segment
+from intarsia_parallel.context.transfer import on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +289,7 @@ def _packs(segments: Sequence[Segment], device: torch.device, window: int | None
         queries = _runs([(s.row, s.query, s.query + s.queries) for s in same])
         keys = _runs([(s.row, s.key, s.key + s.keys) for s in same])
         lengths = [s.queries for s in same], [s.keys for s in same]
-        first, second = (torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device) for each in lengths)
+        first, second = (on_device([0, *itertools.accumulate(each)], torch.int32, device) for each in lengths)
         left = -1 if window is None or lead is None else window - 1 - lead
         packs.append(_Pack(queries, keys, (first, second), (max(lengths[0]), max(lengths[1])), left, 0 if lead == 0 else -1))
     return packs

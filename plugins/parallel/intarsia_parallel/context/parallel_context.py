@@ -21,6 +21,7 @@ from intarsia_parallel.context.latent import latent
 from intarsia_parallel.context.plan import Documents, Plan
 from intarsia_parallel.context.recurrent import recurrent
 from intarsia_parallel.context.ring import Course, over_gathered, ring
+from intarsia_parallel.context.transfer import on_device
 from intarsia_parallel.context.ulysses import ulysses
 
 if TYPE_CHECKING:
@@ -77,10 +78,10 @@ class Rows:
     def _repeated(self, values: Any) -> Tensor:
         """[B, T]: each document's value for each of its tokens."""
         rows = [
-            torch.repeat_interleave(torch.tensor(list(each), dtype=torch.int64), torch.tensor(row, dtype=torch.int64))
+            [value for value, length in zip(each, row, strict=True) for _ in range(length)]
             for each, row in zip(values, self.lengths, strict=True)
         ]
-        return torch.stack(rows).to(self.device, non_blocking=True)
+        return on_device(rows, torch.int64, self.device)
 
 
 class ParallelContext:

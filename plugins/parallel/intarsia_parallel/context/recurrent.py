@@ -25,7 +25,7 @@ from torch import Tensor
 from intarsia_parallel.collectives import gather
 from intarsia_parallel.context.cut import SequenceCut
 from intarsia_parallel.context.plan import Documents
-from intarsia_parallel.context.transfer import connected
+from intarsia_parallel.context.transfer import connected, on_device
 
 Carry = tuple[Tensor, ...]
 
@@ -92,5 +92,5 @@ def _cleared(carry: Carry | None, crosses: list[bool]) -> Carry | None:
     """What came before is nothing to a row whose part begins a document."""
     if carry is None or all(crosses):
         return carry
-    keep_B = torch.tensor(crosses, device=carry[-1].device)
+    keep_B = on_device(crosses, torch.bool, carry[-1].device)
     return tuple(torch.where(keep_B.view(-1, *[1] * (x.ndim - 1)), x, torch.zeros((), dtype=x.dtype, device=x.device)) for x in carry)

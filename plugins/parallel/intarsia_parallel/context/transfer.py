@@ -19,28 +19,36 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Transfer:
-    """An all-to-all that has begun: `sends[r]` (1-D, contiguous) goes to rank r. On CUDA it runs on a stream of its own until `wait`; elsewhere it is over
-    when this returns. All ranks of the group begin their transfers in the same order."""
+    """An all-to-all that has begun: `sends[r]` (1-D, contiguous) goes to rank r. On CUDA it runs on a side stream until `wait`, which waits for this one and
+    for none that began later; elsewhere it is over when this returns. All ranks of the group begin their transfers in the same order."""
 
     def __init__(self, comm: Communicator, sends: Sequence[Tensor], receive_counts: Sequence[int], what: str) -> None:
-        self._stream = _side_stream(sends[0].device) if sends[0].is_cuda else None
-        if self._stream is None:
+        self._arrived: torch.cuda.Event | None = None
+        if not sends[0].is_cuda:
             self._received = comm.exchange(sends, receive_counts, what)
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = _side_stream(sends[0].device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             self._received = comm.exchange(sends, receive_counts, what)
+            self._arrived = stream.record_event()
         for tensor in sends:
-            tensor.record_stream(self._stream)
+            tensor.record_stream(stream)
 
     def wait(self) -> list[Tensor]:
         """What each rank sent here."""
-        if self._stream is not None:
+        if self._arrived is not None:
             current = torch.cuda.current_stream()
-            current.wait_stream(self._stream)
+            current.wait_event(self._arrived)
             for tensor in self._received:
                 tensor.record_stream(current)
         return self._received
+
+
+def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers as a tensor on the device. The host goes on at once: a copy from memory that is not pinned would wait for all that the device has still to do."""
+    x = torch.tensor(values, dtype=dtype, device="cpu")
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def packed(tensors: Sequence[Tensor], ranges: Ranges) -> Tensor:

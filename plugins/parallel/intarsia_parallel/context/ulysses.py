@@ -54,9 +54,8 @@ def ulysses(
     read = [read_by(rank, heads, kv_heads, ranks) for rank in range(ranks)]
     by_rank = []
     for rank in range(ranks):
-        chosen = torch.tensor(read[rank], device=k_BSKD.device)
         q = q_BSHD[:, :, rank * own : (rank + 1) * own]
-        by_rank.append([q, k_BSKD.index_select(2, chosen), v_BSKD.index_select(2, chosen)])
+        by_rank.append([q, _heads(k_BSKD, read[rank]), _heads(v_BSKD, read[rank])])
     q, k, v = _to_heads(by_rank, rows.cut, comm)
     sinks = None if sinks_H is None else sinks_H[comm.rank * own : (comm.rank + 1) * own]
     y_BTHD = ops.attention(
@@ -72,6 +71,13 @@ def ulysses(
         packing=rows.packing,
     )
     return _to_tokens(y_BTHD, rows.cut, comm)
+
+
+def _heads(x_BSKD: Tensor, which: list[int]) -> Tensor:
+    """Those heads, by slices: an index on the device would be a copy that the host waits for."""
+    if which == list(range(which[0], which[0] + len(which))):
+        return x_BSKD.narrow(2, which[0], len(which))
+    return torch.stack([x_BSKD.select(2, head) for head in which], 2)
 
 
 def _to_heads(by_rank: list[list[Tensor]], cut: SequenceCut, comm: Communicator) -> list[Tensor]:

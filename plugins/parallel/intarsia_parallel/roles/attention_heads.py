@@ -104,11 +104,10 @@ class AttentionHeads:
         heads = kv_heads_of(*self._whole[name], comm)
         width = int(getattr(module, self.config.kv_head_dim))
         is_range = heads == list(range(heads[0], heads[0] + len(heads)))
-        rows = (heads[0] * width, len(heads) * width) if is_range else None
-        index = torch.tensor([head * width + i for head in heads for i in range(width)], dtype=torch.int64, device="cpu")
+        parts = [(heads[0] * width, len(heads) * width)] if is_range else [(head * width, width) for head in heads]
         for each in self.config.keys_values:
             projection: Any = module.get_submodule(each)
-            wrap(projection, _sliced, projection, rows, index)
+            wrap(projection, _sliced, projection, parts)
             # What the module says of its caches is about the heads that it makes.
             projection.out_features = len(heads) * width
 
@@ -150,16 +149,15 @@ def kv_heads_of(heads: int, kv_heads: int, comm: Communicator) -> list[int]:
     return distinct if shared == read else read
 
 
-def _sliced(module: Any, rows: tuple[int, int] | None, index: Tensor, forward: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
-    """The projection's outputs at `rows` (begin, count) or, where those are not contiguous, at `index`."""
+def _sliced(module: Any, parts: list[tuple[int, int]], forward: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
+    """The projection's outputs within `parts` (begin, count), one after the other."""
     if has_payload(module) or not is_plain(module):
-        y_BSO = forward(x_BSD)
-        return y_BSO.narrow(-1, *rows) if rows else y_BSO.index_select(-1, index.to(y_BSO.device))
+        return _rows(forward(x_BSD), -1, parts)
+    return ops.linear(x_BSD, _rows(module.weight, 0, parts), None if module.bias is None else _rows(module.bias, 0, parts))
 
-    def pick(parameter: Tensor) -> Tensor:
-        return parameter.narrow(0, *rows) if rows else parameter.index_select(0, index.to(parameter.device))
 
-    return ops.linear(x_BSD, pick(module.weight), None if module.bias is None else pick(module.bias))
+def _rows(x: Tensor, dim: int, parts: list[tuple[int, int]]) -> Tensor:
+    return x.narrow(dim, *parts[0]) if len(parts) == 1 else torch.cat([x.narrow(dim, *part) for part in parts], dim)
 
 
 def _find(module: nn.Module, name: str) -> nn.Parameter | None:
