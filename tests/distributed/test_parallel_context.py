@@ -19,6 +19,10 @@ from intarsia.comm import Communicator
 from intarsia.contracts import Batch
 from intarsia.errors import PluginError, UsageError
 from intarsia_eager.context import TrainContext
+from intarsia_models_common.build import Scope
+from intarsia_models_common.build import build as build_component
+from intarsia_models_common.config import MLAConfig, RopeConfig
+from intarsia_models_common.rope import Rope
 from intarsia_parallel.context import block
 from intarsia_parallel.context.cut import SequenceCut
 from intarsia_parallel.context.parallel_context import ParallelContext, build
@@ -273,6 +277,33 @@ def test_latents_are_gathered(cut: str, lengths: tuple[tuple[int, ...], ...], fa
     weights = values({"up_k": (5, 2, 6), "up_v": (5, 2, 4)}, torch.float64)
     for ranks in (2, 3, 4):
         compare(functools.partial(latent_attention, fast=fast), "ring", SequenceCut.of(tokens, ranks, cut), lengths, inputs, weights, 1e-12)
+
+
+@pytest.mark.parametrize("lengths", [PACKED, ((23,), (23,)), ((2,), (2,))], ids=str)
+def test_mla_reads_segments_and_no_mask(lengths: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mixer takes a context's own attention, in training and, where nothing is differentiated, in its absorbed form."""
+    scope = Scope("layers.0.attention", 16, 0, 1, True, 0.3, 0.3)
+    made = functools.partial(build_component, MLAConfig(heads=2, kv_rank=8, q_rank=None, nope_dim=4, rope_dim=4, value_dim=6), scope)
+    weights = {name: x / 4 for name, x in values({n: tuple(p.shape) for n, p in made().named_parameters()}, torch.float32).items()}
+    rope, rows, tokens, calls = Rope(RopeConfig(dim=4), scope), len(lengths), sum(lengths[0]), []
+    inputs = values({"x": (rows, tokens, 16)}, torch.float32)
+    own = ParallelContext.attention
+
+    def counted(self: ParallelContext, *arguments: Any, **settings: Any) -> Tensor:
+        calls.append(arguments[1].shape[2])
+        return own(self, *arguments, **settings)
+
+    def mla(context: Any, inputs: dict[str, Tensor], weights: dict[str, Tensor], form: str) -> Tensor:
+        mixer = made()  # each rank's own: ranks are threads
+        mixer.form = form
+        return torch.func.functional_call(mixer, weights, (inputs["x"], rope(context.positions_BS), context))
+
+    monkeypatch.setattr(ParallelContext, "attention", counted)
+    for form, heads in (("plain", 2), ("absorbed", 1)):
+        for ranks in (2, 3):
+            calls.clear()
+            compare(functools.partial(mla, form=form), "ring", SequenceCut.of(tokens, ranks), lengths, inputs, weights, 1e-5)
+            assert calls == [heads] * ranks
 
 
 def recurrence(context: Any, inputs: dict[str, Tensor], weights: dict[str, Tensor], attends: bool = False) -> Tensor:

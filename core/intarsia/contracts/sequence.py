@@ -76,8 +76,10 @@ class SequenceContext(Protocol):
         """Attention over a compressed latent (MLA): the context keeps the latent and calls `attend(latent_BTC, positions_BT, documents_BT, **settings)`
         with all that it keeps: each entry's position, and its document (negative: an empty slot; None in place of the tensor: all are one). What the
         new tokens may see of it is `attend`'s to decide, by `ops.attention`: their own positions are the context's `positions_BS`, their documents its `documents_BS`
-        (absent or None: they belong to every document that is there). Where `positions_BT` is `positions_BS` itself, the entries are the new tokens, in order. Returns
-        what `attend` returns."""
+        (absent or None: they belong to every document that is there). Where `positions_BT` is `positions_BS` itself, the entries are the new tokens, in order. A
+        context may know better than a mask of positions what is seen: it then has a method `attention(q_BSHD, k_BTKD, v_BTKD, scale=...)`, causal softmax attention
+        of the new tokens over keys and values made of all entries that it handed out, which `attend` calls in the place of `ops.attention`. Returns what `attend`
+        returns."""
 
     def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
         """A recurrence with a state for each sequence: the context calls `update(*inputs, state=..., documents_BS=..., **settings)`, which returns

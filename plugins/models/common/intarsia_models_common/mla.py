@@ -6,6 +6,7 @@ B rows, S tokens, T entries of the latent, D model width, H heads, d head dim, C
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from intarsia_models_common.build import Linear, Scope, build
 from intarsia_models_common.config import MLAConfig
 from intarsia_models_common.rope import RopeTables
+
+Attention = Callable[..., Tensor]
+"""(queries [B, S, H, d], keys and values [B, T, H or 1, d], scale=) -> [B, S, H, d of the values]: it knows what each query sees."""
 
 
 class MLA(nn.Module):
@@ -73,16 +77,10 @@ class MLA(nn.Module):
         positions_BT: Tensor,
         documents_BT: Tensor | None,
     ) -> Tensor:
-        """What `SequenceContext.latent` calls back. Where the entries are the new tokens themselves, causality and documents say it all and kernels
-        know the packing; where there are others (a cache, other ranks' tokens), positions say what is past."""
-        documents_BS: Tensor | None = getattr(context, "documents_BS", None)
-        mask: dict[str, Any] = {"documents_q_BS": documents_BS, "documents_k_BT": documents_BT}
-        if positions_BT is context.positions_BS:
-            mask["packing"] = getattr(context, "packing", None)
-        else:
-            mask |= {"positions_q_BS": context.positions_BS, "positions_k_BT": positions_BT}
+        """What `SequenceContext.latent` calls back, [B, S, H, d]."""
+        attention = _attention_of(context, positions_BT, documents_BT)
         attend = self._absorbed if self._absorbs(q_BSHd.shape[1], kept_BTC.shape[1]) else self._plain
-        return attend(q_BSHd, turned_BSHd, kept_BTC, mask)
+        return attend(q_BSHd, turned_BSHd, kept_BTC, attention)
 
     def _absorbs(self, queries: int, entries: int) -> bool:
         """Whether the absorbed form is taken. It reads the weight itself, so it is not for training, nor where a sharder brings the weight as float8."""
@@ -94,19 +92,19 @@ class MLA(nn.Module):
         plain = entries * up + queries * entries * (self.query_dim + self.value_dim)
         return queries * up + queries * entries * (2 * self.kv_rank + self.rope_dim) < plain
 
-    def _plain(self, q_BSHd: Tensor, turned_BSHd: Tensor, kept_BTC: Tensor, mask: dict[str, Any]) -> Tensor:
+    def _plain(self, q_BSHd: Tensor, turned_BSHd: Tensor, kept_BTC: Tensor, attention: Attention) -> Tensor:
         latent_BTC, key_BTd = kept_BTC.split((self.kv_rank, self.rope_dim), -1)
         k_BTHd, v_BTHd = self.wkv_b(latent_BTC).unflatten(-1, (-1, self.up_dim)).split((self.nope_dim, self.value_dim), -1)
         key_BTHd = key_BTd.unsqueeze(-2).expand(*k_BTHd.shape[:-1], self.rope_dim)
         q, k = torch.cat((q_BSHd, turned_BSHd), -1), torch.cat((k_BTHd, key_BTHd), -1)
-        return ops.attention(q, k, v_BTHd, scale=self.scale, **mask)
+        return attention(q, k, v_BTHd, scale=self.scale)
 
-    def _absorbed(self, q_BSHd: Tensor, turned_BSHd: Tensor, kept_BTC: Tensor, mask: dict[str, Any]) -> Tensor:
+    def _absorbed(self, q_BSHd: Tensor, turned_BSHd: Tensor, kept_BTC: Tensor, attention: Attention) -> Tensor:
         up_HdC = self.wkv_b.weight.unflatten(0, (-1, self.up_dim))
         keys_HdC, values_HdC = up_HdC.split((self.nope_dim, self.value_dim), 1)
         q_BSHC = torch.cat((torch.einsum("bshd,hdc->bshc", q_BSHd, keys_HdC), turned_BSHd), -1)
         entries_BT1C = kept_BTC.unsqueeze(-2)
-        y_BSHC = ops.attention(q_BSHC, entries_BT1C, entries_BT1C[..., : self.kv_rank], scale=self.scale, **mask)
+        y_BSHC = attention(q_BSHC, entries_BT1C, entries_BT1C[..., : self.kv_rank], scale=self.scale)
         return torch.einsum("bshc,hdc->bshd", y_BSHC, values_HdC)
 
     def cache_spec(self) -> MixerSpec:
@@ -118,3 +116,20 @@ class MLA(nn.Module):
         """Forward FLOPs of scores and weighted values for one token (plain form), averaged over a causal sequence."""
         heads = self.wo.in_features // self.value_dim
         return heads * (self.query_dim + self.value_dim) * (sequence_tokens + 1)
+
+
+def _attention_of(context: SequenceContext, positions_BT: Tensor, documents_BT: Tensor | None) -> Attention:
+    """Attention of the new tokens over entries with these positions and documents: the context's own where it has one, which knows by segments what each token sees.
+
+    Elsewhere `ops.attention`: where the entries are the new tokens themselves, causality and documents say it all and kernels know the packing; where there are
+    others (a cache), positions say what is past.
+    """
+    own: Attention | None = getattr(context, "attention", None)
+    if own is not None:
+        return own
+    mask: dict[str, Any] = {"documents_q_BS": getattr(context, "documents_BS", None), "documents_k_BT": documents_BT}
+    if positions_BT is context.positions_BS:
+        mask["packing"] = getattr(context, "packing", None)
+    else:
+        mask |= {"positions_q_BS": context.positions_BS, "positions_k_BT": positions_BT}
+    return functools.partial(ops.attention, **mask)
