@@ -14,6 +14,7 @@ from intarsia.layout import slices, whole_region
 from intarsia.mesh import Mesh
 from intarsia.parameters import ParameterTable, materialise_buffers
 from intarsia_eager.context import TrainContext
+from intarsia_float8.format import quantise
 from intarsia_llama3.config import llama3
 from intarsia_llama3.model import Llama3
 from intarsia_llama3.sharding import TABLE
@@ -92,13 +93,15 @@ def step(model, length=7, rows=2, vocabulary=29):
     return float(loss.detach()), logits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def check_equal(config, size, length=7, **settings):
-    """Everything of `size` ranks against one; returns the ranks' models."""
-    one, parameters, _, _ = built(config, adjust=settings.get("adjust"))
+def check_equal(config, size, length=7, prepare=lambda model, parameters, boxes: None, **settings):
+    """Everything of `size` ranks against one; returns the ranks' models. `prepare(model, parameters, boxes)` is called with each model that is filled."""
+    one, parameters, one_boxes, _ = built(config, adjust=settings.get("adjust"))
+    prepare(one, parameters, one_boxes)
     loss, logits, gradients = step(one, length, vocabulary=config.vocab_size)
 
     def work(comm):
-        model, _, boxes, parallel = built(config, comm, **settings)
+        model, mine, boxes, parallel = built(config, comm, **settings)
+        prepare(model, mine, boxes)
         return model, boxes, parallel, step(model, length, vocabulary=config.vocab_size)
 
     results = run_ranks(size, work)
@@ -189,6 +192,38 @@ def test_replicated_and_gathering_roles():
     gathers = {"attention": False, "wq": True, "wk": True, "wv": True}
     rows = [(p, r, {"gather": gathers[p.split(".")[-1]]}) if p.split(".")[-1] in gathers else (p, r) for p, r in rows]
     check_equal(config_of(), 2, rows=[*rows, ("layers.*.feed_forward", "replicated")])
+
+
+TILE = (4, 4)
+
+
+def as_float8(model, parameters, boxes):
+    """What a sharder that gathers float8 leaves: payload and scales of this rank's box beside each projection's weight, which has no values."""
+    for name, module in model.layers.named_modules():
+        if isinstance(module, Linear):
+            full = f"layers.{name}.weight"
+            info, box = parameters[full], boxes[full]
+            whole = torch.empty(info.shape)
+            parameters.fill(full, whole_region(info.shape), whole)
+            payload, scales = quantise(whole, TILE)
+            rows, columns = (slice(a // 4, b // 4) for a, b in zip(box.start, box.end, strict=True))
+            module.weight_payload, module.weight_scales, module.weight_tile = payload[slices(box)], scales[rows, columns], TILE
+            with torch.no_grad():
+                module.weight.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("async_tensor", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_projections_that_come_as_float8(size, async_tensor, monkeypatch):
+    """Columns, rows with and without bias, and sliced key/value heads multiply by the payload, and their gradients go to the weight; overlap stands back."""
+    monkeypatch.setattr(declared, "products_of", lambda comm, device: overlap.Decomposed(comm))
+
+    def with_output_bias(model):
+        for layer in model.layers:
+            layer.attention.wo = Linear(layer.attention.wo.in_features, 24, 0.02, bias=True)
+
+    config = config_of({"bias": True}, hidden=24)
+    check_equal(config, size, adjust=with_output_bias, prepare=as_float8, async_tensor=async_tensor)
 
 
 @pytest.mark.parametrize("size", [2, 3])
