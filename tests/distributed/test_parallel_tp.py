@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
+from pathlib import Path
 
 import pytest
 from _spawn import spawn
@@ -19,6 +21,12 @@ def command(*words: str) -> tuple[int, str]:
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         code = main(["parallel", "check", *words])
     return code, printed.getvalue()
+
+
+def command_of_third_party(folder: str, *words: str) -> tuple[int, str]:
+    """The same where the example of a third party's family is installed: its metadata in `folder`, its code where it stands."""
+    sys.path[:0] = [folder, str(Path(__file__).parents[2] / "examples" / "model")]
+    return command(*words)
 
 
 def broken_command(*words: str) -> tuple[int, str]:
@@ -44,6 +52,18 @@ def test_llama3_equals_one_process(mesh, ranks, further):
     outcomes = spawn(command, ranks, "llama3", "--mesh", mesh, *SMALL, *further, world=False)
     assert [code for code, _ in outcomes] == [0] * ranks, outcomes[0][1]
     assert "Equal to one process within 1e-05: outputs, loss and 3" in outcomes[0][1]
+
+
+@pytest.mark.parametrize(("subject", "mesh"), [("acme-parallel:parallel", "tp=2"), ("parallel", "cp=2")])
+def test_a_third_partys_family_equals_one_process(subject, mesh, tmp_path):
+    """By its short and its full name, without a line about it anywhere but in its own distribution."""
+    metadata = tmp_path / "acme_parallel-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-parallel\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[intarsia]\nparallel = acme_parallel.plugin\n")
+    outcomes = spawn(command_of_third_party, 2, str(tmp_path), subject, "--mesh", mesh, *SMALL, world=False)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes[0][1]
+    assert "parallel-debug on" in outcomes[0][1] and "Equal to one process" in outcomes[0][1]
 
 
 def test_what_differs_is_named_with_its_role():

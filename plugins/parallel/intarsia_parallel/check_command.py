@@ -44,7 +44,8 @@ class ParallelCommand:
         )
         parser.add_argument("action", choices=("check",), metavar="ACTION", help="what to do: check")
         parser.add_argument(
-            "subject", help="name of a family, whose recipe FAMILY/debug is taken, or any recipe whose model fits into memory"
+            "subject",
+            help="name of a family (FAMILY or OWNER:FAMILY), whose recipe FAMILY/debug is taken, or any recipe whose model fits into memory",
         )
         parser.add_argument(
             "overrides", nargs="*", default=[], metavar="PATH=VALUE", help="overrides of the recipe, such as model.tied=true"
@@ -117,17 +118,17 @@ def micro_batches_of(arguments: argparse.Namespace, degrees: dict[str, int]) -> 
 def recipe_of(arguments: argparse.Namespace, degrees: dict[str, int]) -> Recipe:
     """The recipe that is checked: float32, on this mesh; what the user overrides comes last. Raises UsageError for a family without a debug recipe."""
     registry = plugins.current().registry
-    subject = arguments.subject
-    families = {entry.name for entry in registry("model").entries()}
-    recipes = [entry.name for entry in registry("recipe").entries()]
-    if subject in families:
-        mine = [name for name in recipes if name.startswith(f"{subject}/")]
-        if f"{subject}/debug" not in mine:
-            known = f"Name one of its recipes ({', '.join(mine)})" if mine else "Name a recipe"
+    subject: str = arguments.subject
+    if subject in {name for entry in registry("model").entries() for name in (entry.name, entry.full_name)}:
+        family = registry("model").find(subject)
+        mine = [entry for entry in registry("recipe").entries() if entry.owner == family.owner and entry.name.startswith(f"{family.name}/")]
+        debug = next((entry for entry in mine if entry.name == f"{family.name}/debug"), None)
+        if debug is None:
+            known = f"Name one of its recipes ({', '.join(entry.name for entry in mine)})" if mine else "Name a recipe"
             raise UsageError(
-                f"The family {subject!r} has no recipe {subject}/debug to check. {known}, and make its model small by overrides."
+                f"The family {subject!r} has no recipe {family.name}/debug to check. {known}, and make its model small by overrides."
             )
-        subject = f"{subject}/debug"
+        subject = debug.full_name
     mesh = [f"mesh.{axis}={degrees.get(axis, 1)}" for axis in (*AXES, "ep")]
     engine = []
     if degrees.get("pp", 1) > 1:
