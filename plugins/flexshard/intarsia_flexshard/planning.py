@@ -11,14 +11,14 @@ import torch
 from intarsia.comm import SelfCommunicator
 from intarsia.config import Recipe
 from intarsia.layout import DTYPE_BYTES, Layout
-from intarsia.mesh import AXES
+from intarsia.mesh import AXES, coordinates, full_sizes
 from intarsia.parameters import ParameterInfo, ParameterTable
 from intarsia.plugins import Plugins
 from intarsia.train.groups import freeze, optimizer_groups
 from torch import nn
 
 from intarsia_flexshard.accounting import BucketBytes, RankBytes, Ring, Settings, Slots, count_gathers, measure, rank_bytes
-from intarsia_flexshard.assign import BucketSpec, assign, kept_wide, read_outside
+from intarsia_flexshard.assign import BucketSpec, assign, kept_wide, read_outside, unmatched
 from intarsia_flexshard.bucket import balanced, lay_out, make_geometries
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.gathers import needs_weights
@@ -58,18 +58,33 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_device: bool = True) -> Plan:
-    """The plan of a recipe whose sharder is FlexShard, over a mesh of checked `sizes`, for GPUs or else for processes that compute on CPUs. Raises UsageError as the build
-    of a run would."""
-    config: Any = recipe.sharder
+    """The plan of a recipe whose sharder is FlexShard, over a mesh of checked `sizes` that only shares data out, for GPUs or else for processes that compute on CPUs.
+    Raises UsageError as the build of a run would."""
     with torch.device("meta"):
         model = plugins.build(recipe.model)
     freeze(recipe.parameter_groups, model)
-    precision, train = recipe.precision, recipe.train
-    table = ParameterTable.from_model(model, precision.master, precision.compute, precision.reduce, train.seed)
+    precision = recipe.precision
+    table = ParameterTable.from_model(model, precision.master, precision.compute, precision.reduce, recipe.train.seed)
+    return plan_stage(recipe, model, table, place_in(sizes), plugins, on_device)
+
+
+def place_in(sizes: Mapping[str, int]) -> MeshPlace:
+    """The mesh of these sizes as its first rank sees it."""
+    full = full_sizes(sizes)
+    return MeshPlace(full, coordinates(full, 0))
+
+
+def plan_stage(recipe: Recipe, model: nn.Module, table: ParameterTable, mesh: Any, plugins: Plugins, on_device: bool = True) -> Plan:
+    """The plan of what is in `model` and `table`, which a paralleliser may have cut, and of the ranks of the pipeline stage that has it. `mesh` has `sizes` and `coordinates` of one
+    of them. UsageError as of the build of a run. Stability: provisional."""
+    config: Any = recipe.sharder
+    sizes, train = mesh.sizes, recipe.train
     modules = dict(model.named_modules(remove_duplicate=False))
     outside = read_outside(model)
-    dtypes = table.compute, table.reduce
-    specs = assign(config, table.values(), model.regions().blocks, running(modules), *dtypes, outside, wide=kept_wide(model))
+    blocks = model.regions().blocks  # type: ignore[operator]
+    elsewhere = unmatched(config, table.values()) if sizes["pp"] > 1 else ()
+    wide, dtypes = kept_wide(model), (table.compute, table.reduce)
+    specs = assign(config, table.values(), blocks, running(modules), *dtypes, outside, sizes, elsewhere, wide)
     check_quantisation(config.tile, config.scales)
     check_masters(config.master == "split", table, specs)
     slots, optimizer = optimizer_slots(recipe, model, table, plugins)
@@ -83,11 +98,25 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_dev
         on_device=on_device,
     )
     read = {name: reads_payload(readers) for name, readers in read_in_forward(table, modules, outside).items()}
-    buckets, placements = cut(specs, table, sizes, settings, config, plugins, read)
+    buckets, placements = cut(specs, table, mesh, settings, config, plugins, read)
     only = [not any(needs_weights(modules[name]) for name in spec.modules) for spec in specs]
     places, rings = lay_rings(buckets, only)
     gathers = count_gathers(buckets, places, settings.micro_batches, only)
     reductions = settings.micro_batches if settings.is_sharded_accumulation else 1
+    # Ranks at the same places of all groups are alike: each kind is counted once.
+    kinds: dict[tuple[int, ...], RankBytes] = {}
+    ranks = []
+    for each in all_coordinates(sizes, mesh.coordinates["pp"]):
+        by_axes = {spec.axes: 0 for spec in specs}
+        for axes in by_axes:
+            for axis in sizes:
+                if axis in axes:
+                    by_axes[axes] = by_axes[axes] * sizes[axis] + each[axis]
+        key = tuple(by_axes.values())
+        if key not in kinds:
+            at = [by_axes[bucket.spec.axes] if bucket.is_cut else 0 for bucket in buckets]
+            kinds[key] = rank_bytes(buckets, at, gathers, rings, reductions, settings)
+        ranks.append(kinds[key])
     return Plan(
         recipe=recipe,
         sizes=dict(sizes),
@@ -98,10 +127,7 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_dev
         buckets=tuple(buckets),
         placements=tuple(placements),
         gathers=tuple(gathers),
-        ranks=tuple(
-            rank_bytes(buckets, [_place(bucket, sizes, coordinates) for bucket in buckets], gathers, rings, reductions, settings)
-            for coordinates in all_coordinates(sizes)
-        ),
+        ranks=tuple(ranks),
         optimizer=optimizer,
     )
 
@@ -109,16 +135,15 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], plugins: Plugins, on_dev
 def cut(
     specs: Sequence[BucketSpec],
     table: ParameterTable,
-    sizes: Mapping[str, int],
+    mesh: Any,
     settings: Settings,
     config: FlexShardConfig,
     plugins: Plugins,
     read: Mapping[str, bool],
 ) -> tuple[list[BucketBytes], list[str]]:
     """Each bucket's numbers and its placement's name. `read` says which parameters are read as float8 where they are gathered so."""
-    # Buckets are cut along axes that cut nothing else, so that any rank's view of them has the sizes of all.
-    mesh: Any = MeshPlace(sizes, dict.fromkeys(sizes, 0))
-    table.mesh = mesh
+    # Any rank's view of a bucket has the sizes of all that are in its groups.
+    table.mesh, sizes = mesh, mesh.sizes
     loads: dict[tuple[str, ...], list[float]] = {}
     buckets, names = [], []
     for spec in specs:
@@ -162,24 +187,10 @@ def _ring(buckets: Sequence[BucketBytes], members: Sequence[int], count: int, is
     return Ring(count, max(buckets[index].whole for index in members), max(buckets[index].staged for index in members), is_lender)
 
 
-def all_coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    """The coordinates of every process along the axes that span the mesh."""
-    found = []
-    for rank in range(math.prod(sizes[axis] for axis in AXES)):
-        place = {}
-        for axis in reversed(AXES):
-            rank, place[axis] = divmod(rank, sizes[axis])
-        found.append(place)
-    return found
-
-
-def _place(bucket: BucketBytes, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> int:
-    """A process's index in the bucket's group of shards: row-major over its axes, in mesh order."""
-    index = 0
-    for axis in sizes if bucket.is_cut else ():
-        if axis in bucket.spec.axes:
-            index = index * sizes[axis] + coordinates[axis]
-    return index
+def all_coordinates(sizes: Mapping[str, int], stage: int = 0) -> list[dict[str, int]]:
+    """The coordinates of every process of a pipeline stage along all axes, in the order of ranks. `sizes` are those of `full_sizes`."""
+    count = math.prod(sizes[axis] for axis in AXES[1:])
+    return [coordinates(sizes, rank) for rank in range(stage * count, (stage + 1) * count)]
 
 
 # ---------------------------------------------------------------- the optimizer's state

@@ -1,0 +1,115 @@
+"""What `intarsia plan` says of runs of `parallel_gpu.py`, written down before they are measured; and how near it came.
+
+    python benchmarks/plan_predictions.py predict benchmarks/results/plan-predictions.json --commit COMMIT
+    python benchmarks/plan_predictions.py compare benchmarks/results/plan-predictions.json MEASURED.json
+
+`predict` needs no GPU. `compare` reads what `parallel_gpu.py` has written, and puts measured figures and ratios (measured over predicted) beside the predictions, which it leaves as they are. Predicted is
+the first rank, whose memory the run records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+# The four runs that were named: two GPUs each.
+NAMED = ("dp2", "tp2", "cp2-ring", "pp2-1f1b")
+MEMORY, TIME = 0.05, 0.15
+
+
+def predict(output: Path, commit: str) -> int:
+    """Plan every named run, on H200."""
+    from intarsia import plugins
+    from intarsia.config import resolve
+    from intarsia.mesh import check_mesh
+    from intarsia_planner.devices import find
+    from intarsia_planner.plan import make_plan
+    from parallel_gpu import VARIANTS
+
+    device = find("h200")
+    record: dict[str, Any] = {
+        "benchmark": "plan_predictions",
+        "commit": commit,
+        "device": device.title,
+        "wanted": {"peak_memory_bytes": MEMORY, "step_s": TIME},
+        "runs": {},
+    }
+    for name in NAMED:
+        recipe, settings = VARIANTS[name]
+        plan = make_plan(*_recipe(resolve, check_mesh, f"{ROOT / 'parallel_recipes.py'}:{recipe}", settings), device, plugins.current())
+        first = plan.stages[0]
+        record["runs"][name] = {
+            "recipe": f"benchmarks/parallel_recipes.py:{recipe}",
+            "settings": settings,
+            "predicted": {
+                "step_s": plan.step,
+                "tokens_per_s": plan.tokens / plan.step,
+                "mfu": plan.mfu,
+                "peak_memory_bytes": first.held.peak,
+                "moment": first.held.moment,
+            },
+            "memory_bytes": _numbers(first.held),
+            "seconds": _numbers(first.spent),
+        }
+        print(f"{name}: {plan.step:.3f} s, {first.held.peak / 1e9:.2f} GB")
+    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _recipe(resolve: Any, check_mesh: Any, reference: str, settings: list[str]) -> tuple[Any, Any]:
+    recipe = resolve(reference, settings, []).recipe
+    return recipe, check_mesh(recipe.mesh, 2)
+
+
+def _numbers(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def compare(predictions: Path, measured: Path) -> int:
+    """Ratios of measured figures; 1 if a named run is missing or further off than wanted."""
+    record = json.loads(predictions.read_text(encoding="utf-8"))
+    variants = json.loads(measured.read_text(encoding="utf-8"))["variants"]
+    failed = False
+    for name, run in record["runs"].items():
+        found = variants.get(name)
+        if found is None or "error" in found:
+            print(f"{name}: not measured")
+            failed = True
+            continue
+        run["measured"] = {each: found[each] for each in ("step_s", "peak_memory_bytes", "tokens_per_s", "mfu")}
+        run["ratio"] = {each: found[each] / run["predicted"][each] for each in record["wanted"]}
+        good = {each: abs(ratio - 1) <= record["wanted"][each] for each, ratio in run["ratio"].items()}
+        failed |= not all(good.values())
+        print(name, ", ".join(f"{each}: {run['ratio'][each]:.3f}{'' if good[each] else ' (too far)'}" for each in run["ratio"]))
+    predictions.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return int(failed)
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    actions = parser.add_subparsers(dest="action", required=True)
+    first = actions.add_parser("predict")
+    first.add_argument("output", type=Path)
+    first.add_argument("--commit", default="", help="What the predictions were made with.")
+    second = actions.add_parser("compare")
+    second.add_argument("predictions", type=Path)
+    second.add_argument("measured", type=Path)
+    arguments = parser.parse_args()
+    if arguments.action == "compare":
+        return compare(arguments.predictions, arguments.measured)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("INTARSIA_BENCH_FOLDER", folder)
+        return predict(arguments.output, arguments.commit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
