@@ -13,7 +13,7 @@ import pytest
 from intarsia import plugins
 from intarsia.errors import PluginError, UsageError
 from intarsia_pipeline.actions import Action, Schedule, freeze, loop, restrict, v_shape
-from intarsia_pipeline.build import KIND, Knobs, check_micro_batches, make, ready, schedule_of
+from intarsia_pipeline.build import KIND, Asked, Knobs, check_micro_batches, make, ready, schedule_of
 from intarsia_pipeline.config import InterleavedConfig, OneFOneBConfig
 from intarsia_pipeline.lower import releases, with_messages, with_sharding
 from intarsia_pipeline.show_command import config_of
@@ -129,7 +129,7 @@ def test_uneven_stages_messages_and_unsharding() -> None:
 
 def test_hundreds_of_ranks() -> None:
     found = simulate(made("zbv", 128, 256))
-    assert found.bubble == 0 and len(found.idle) == 200
+    assert found.bubble == 0 and len(found.idle) == 128
 
 
 # ---------------------------------------------------------------- broken schedules
@@ -307,3 +307,64 @@ def test_sizes_that_are_none() -> None:
         with_sharding(made("1f1b", 2, 2), reduce="lst")
     with pytest.raises(UsageError, match="unshard_ahead is -1"):
         with_sharding(made("1f1b", 2, 2), ahead=-1)
+
+
+# ---------------------------------------------------------------- what a third party's schedule answers wrongly
+
+
+class Given:
+    """A schedule as the documentation says, of which a test replaces one method."""
+
+    def placement(self, ranks: int) -> Any:
+        return loop(ranks, 1)
+
+    def least(self, ranks: int) -> Any:
+        return ranks
+
+    def plan(self, ranks: int, micro_batches: int) -> Any:
+        numbers = range(micro_batches)
+        return [[*(Action("F", rank, k) for k in numbers), *(Action("B", rank, k) for k in numbers)] for rank in range(ranks)]
+
+
+WRONG = [
+    ("placement", lambda ranks: None, "placement(2) gave no answer: TypeError: 'NoneType' object is not iterable"),
+    ("placement", lambda ranks: ["a", "b"], "placement(2) gave ['a', 'b']: each stage's rank is a whole number from 0 to 1."),
+    ("placement", lambda ranks: (0, 2), "placement(2) gave [0, 2]"),
+    ("least", lambda ranks: None, "least(2) gave None: a number of micro-batches is whole, and at least 1."),
+    ("least", lambda ranks: 0, "least(2) gave 0"),
+    ("plan", lambda ranks, count: 1 // 0, "plan(2, 3) gave no answer: ZeroDivisionError"),
+    ("plan", lambda ranks: [], "plan(2, 3) gave no answer: TypeError"),
+    ("plan", lambda ranks, count: [[]], "plan(2, 3) gave actions for 1 ranks, and there are 2."),
+    ("plan", lambda ranks, count: [[("F", 0, 0)], []], "plan(2, 3) gave ('F', 0, 0) at rank 0, position 0: an action is Action("),
+    ("plan", lambda ranks, count: [[], [Action("F", 1, 0.0)]], "at rank 1, position 0: an action is Action(kind, stage, micro_batch), with whole numbers"),  # type: ignore[arg-type]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method, answer, told", WRONG)
+def test_a_broken_schedule_is_named_with_what_it_answered(method: str, answer: Any, told: str) -> None:
+    source = Given()
+    entry = plugins.current().registry(KIND).find("gpipe")
+    assert Asked(entry, source).plan(2, 3) and Asked(entry, source).least(2) == 2
+    setattr(source, method, answer)
+    asked = Asked(entry, source)
+    with pytest.raises(PluginError, match="pipeline schedule 'intarsia-pipeline:gpipe' of plugin intarsia-pipeline") as caught:
+        asked.placement(2), asked.least(2), asked.plan(2, 3)
+    assert told in str(caught.value)
+
+
+def test_what_one_rank_says_of_parameters_and_gradients_all_must() -> None:
+    bare = made("1f1b", 2, 3)
+    with pytest.raises(ScheduleError, match=r"rank 1, position 0, .*needs the parameters of stage 1, which are not unsharded"):
+        validate(edited(bare, 0, lambda actions: (actions.insert(0, Action("UNSHARD", 0)), actions.append(Action("RESHARD", 0)))))
+    with pytest.raises(ScheduleError, match=r"rank 1, .*its gradients are not reduced: no REDUCE\(stage 1\) follows"):
+        validate(edited(bare, 0, lambda actions: actions.append(Action("REDUCE", 0))))
+
+
+@pytest.mark.parametrize("kinds", [("UNSHARD", "RESHARD"), ("REDUCE",)])
+def test_sums_and_parameters_are_added_each_for_itself(kinds: tuple[str, ...]) -> None:
+    """A schedule that says when parameters come still has its gradients summed, and the other way round."""
+    full = with_sharding(made("zbv", 2, 5))
+    partly = dataclasses.replace(full, plan=freeze([action for action in actions if action.kind not in kinds] for actions in full.plan))
+    again = with_sharding(partly)
+    validate(again)
+    assert [sorted(map(str, actions)) for actions in again.plan] == [sorted(map(str, actions)) for actions in full.plan]

@@ -72,6 +72,11 @@ def test_few_micro_batches_are_mentioned(capsys: pytest.CaptureFixture[str]) -> 
         (("1f1b", "--times", "x=1"), "there is no time 'x'"),
         (("1f1b", "--times", "f=fast"), "f is 'fast', which is no number"),
         (("1f1b", "--times", "f=-1"), "times are 0 or more"),
+        (("1f1b", "--times", "f=inf"), "times: f is inf; times are 0 or more, and at most 1e+15"),
+        (("1f1b", "--times", "f=1e308"), "at most 1e+15"),
+        (("1f1b", "--times", "f=1,f=2"), "--times names f twice"),
+        (("interleaved", "virtual_stages=2", "virtual_stages=3"), "virtual_stages is given twice, as 2 and 3"),
+        (("interleaved", "virtual_stages=2", "--virtual", "3"), "virtual_stages is given twice"),
         (("1f1b", "--ranks", "0"), "at least 1 rank"),
     ],
 )

@@ -17,7 +17,7 @@ RECEIVE_AHEAD = 1
 
 
 def with_sharding(schedule: Schedule, unshard: str = "step", ahead: int = 1, reduce: str = "last") -> Schedule:
-    """With UNSHARD, RESHARD and REDUCE, unless the schedule has any of them.
+    """With UNSHARD and RESHARD unless the schedule has any of these, and with REDUCE unless it has any.
 
     `unshard`: "step" brings a stage's parameters before its first action and gives them back after its last; "action" does so around each run of actions of
     one stage that need them (W does not). They are asked for `ahead` computations early. `reduce`: "last" sums a stage's gradients after its last B or W, "each" after every one.
@@ -27,22 +27,28 @@ def with_sharding(schedule: Schedule, unshard: str = "step", ahead: int = 1, red
             raise UsageError(f"engine.{name} is {value!r}. {did_you_mean(value, known)}")
     if ahead < 0:
         raise UsageError(f"engine.unshard_ahead is {ahead}; it is 0 or more computations.")
-    if any(action.kind in WHOLE_STAGE for actions in schedule.plan for action in actions):
+    there = {action.kind for actions in schedule.plan for action in actions} & WHOLE_STAGE
+    brings, sums = not there & {"UNSHARD", "RESHARD"}, "REDUCE" not in there
+    if not brings and not sums:
         return schedule
-    plan = [_sharded(list(actions), schedule.own(rank), unshard, ahead, reduce) for rank, actions in enumerate(schedule.plan)]
+    plan = [
+        _sharded(list(actions), schedule.own(rank), unshard if brings else "", ahead, reduce if sums else "")
+        for rank, actions in enumerate(schedule.plan)
+    ]
     return dataclasses.replace(schedule, plan=freeze(plan))
 
 
 def _sharded(actions: list[Action], stages: tuple[int, ...], unshard: str, ahead: int, reduce: str) -> list[Action]:
+    """As `with_sharding` says; nothing for an empty `unshard` or `reduce`."""
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
     computing = [position for position, action in enumerate(actions) if action.kind in COMPUTE]
     for stage in stages:
         made = [position for position in computing if actions[position].stage == stage and actions[position].kind in ("B", "W")]
-        for position in made if reduce == "each" else made[-1:]:
+        for position in made if reduce == "each" else made[-1:] if reduce else ():
             after[position].append(Action("REDUCE", stage))
     using = [(number, actions[position].stage) for number, position in enumerate(computing) if actions[position].kind != "W"]
-    for stage, runs in _runs(using, stages, unshard).items():
+    for stage, runs in _runs(using, stages, unshard).items() if unshard else ():
         freed = -1
         for first, last in runs:
             # Never before it was given back, nor between two actions that run beside each other.

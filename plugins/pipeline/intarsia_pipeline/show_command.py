@@ -90,6 +90,8 @@ def config_of(name: str, settings: list[str], virtual: int | None = None) -> Pip
         key, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"{text!r} is no setting; settings are NAME=VALUE.")
+        if key in given:
+            raise UsageError(f"Schedule {name!r}: {key} is given twice, as {given[key]} and {value}.")
         given[key] = value
     values: dict[str, Any] = {}
     for key, text in given.items():
@@ -129,6 +131,8 @@ def times_of(text: str) -> Times:
         name, _, value = part.partition("=")
         if name not in names:
             raise UsageError(f"--times: there is no time {name!r}. {did_you_mean(name, names)}")
+        if name in values:
+            raise UsageError(f"--times names {name} twice.")
         try:
             values[name] = float(value)
         except ValueError:

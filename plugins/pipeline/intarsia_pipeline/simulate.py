@@ -26,6 +26,9 @@ from intarsia_pipeline.actions import COMPUTE, Action, Schedule
 from intarsia_pipeline.order import Done, give, walk
 from intarsia_pipeline.validate import ScheduleError, peak_live
 
+# Sums of so many actions as there are must stay numbers.
+LONGEST = 1e15
+
 
 @dataclasses.dataclass(frozen=True)
 class Times:
@@ -163,5 +166,5 @@ def _check_times(times: Times, stages: int) -> None:
             raise UsageError(
                 f"times: {name} has {len(each)} values, and there are {stages} stages: give one number, or one for each stage."
             )
-        if any(not number >= 0 for number in each):
-            raise UsageError(f"times: {name} is {value}; times are 0 or more.")
+        if any(not 0 <= number <= LONGEST for number in each):
+            raise UsageError(f"times: {name} is {value}; times are 0 or more, and at most {LONGEST:g}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from intarsia.errors import PluginError, UsageError
 
@@ -34,11 +34,12 @@ def validate(schedule: Schedule, max_live: int | None = None) -> Facts:
     `max_live`: raise UsageError where a rank keeps more activations alive. Stability: provisional.
     """
     _check_placement(schedule)
+    kinds = {action.kind for actions in schedule.plan for action in actions}
     for rank, actions in enumerate(schedule.plan):
         _check_actions(schedule, rank, actions)
         _check_complete(schedule, rank, actions)
         _check_order(schedule, rank, actions)
-        _check_whole_stages(schedule, rank, actions)
+        _check_whole_stages(schedule, rank, actions, kinds)
     _check_messages(schedule)
     _check_deadlock(schedule)
     peaks = tuple(peak_live(actions) for actions in schedule.plan)
@@ -128,9 +129,9 @@ def _check_order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> No
             seen.add((action.kind, action.stage, action.micro_batch))
 
 
-def _check_whole_stages(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
-    """Where the schedule says when parameters come and go: they are there when they are needed, and no gradient is left unsummed."""
-    if any(action.kind in ("UNSHARD", "RESHARD") for action in actions):
+def _check_whole_stages(schedule: Schedule, rank: int, actions: Sequence[Action], kinds: Set[str]) -> None:
+    """Where the schedule says, on any rank, when parameters come and go: they are there when they are needed, and no gradient is left unsummed."""
+    if kinds & {"UNSHARD", "RESHARD"}:
         whole: set[int] = set()
         for position, action in enumerate(actions):
             if action.kind == "UNSHARD":
@@ -143,7 +144,7 @@ def _check_whole_stages(schedule: Schedule, rank: int, actions: Sequence[Action]
                 raise _fault(schedule, rank, position, f"it needs the parameters of stage {action.stage}, which are not unsharded.")
         if whole:
             raise _fault(schedule, rank, -1, f"stage {min(whole)} is unsharded and never resharded.")
-    if any(action.kind == "REDUCE" for action in actions):
+    if "REDUCE" in kinds:
         fresh: dict[int, int] = {}
         for position, action in enumerate(actions):
             if action.kind in ("B", "W"):
