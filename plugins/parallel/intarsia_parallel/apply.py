@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from intarsia import logical
 from intarsia.contracts import Batch, PipelinePart, Placement, SequenceContext
-from intarsia.errors import IntarsiaError, UsageError
+from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
 from torch import Tensor, nn
 
 from intarsia_parallel import tokens
@@ -67,7 +67,7 @@ class Declared:
             cut_parameters(model, table, mesh, cuts)
         self._prepare_roles(placed, recipe)
         for each in placed:
-            each.role.apply(each.name, each.module, groups)
+            each.ask("apply", groups)
         if mesh.sizes["tp"] > 1:
             if self._config.async_tensor:
                 overlap(placed, groups("tp"), products_of(groups("tp"), mesh.device))
@@ -140,9 +140,10 @@ def check(placed: Sequence[Placed], model: nn.Module, mesh: Mesh) -> list[str]:
     problems: list[str] = []
     for each in placed:
         try:
-            each.role.check(each.name, each.module, mesh.sizes)
+            each.ask("check", mesh.sizes)
         except IntarsiaError as error:
             problems.append(str(error))
+    problems += twice(placed)
     if mesh.sizes["tp"] == 1:
         return problems
     names = {each.name for each in placed}
@@ -166,6 +167,23 @@ def check(placed: Sequence[Placed], model: nn.Module, mesh: Mesh) -> list[str]:
     return problems
 
 
+def twice(placed: Sequence[Placed]) -> list[str]:
+    """Modules that rows would wrap twice for one purpose: two rows with one role, or two roles that gather all tokens, or two that sum."""
+    problems: list[str] = []
+    seen: dict[tuple[str, object], Placed] = {}
+    for each in placed:
+        gathers = getattr(each.role, "is_region", False) or getattr(each.role, "gathers_all", False)
+        purposes: dict[object, bool] = {type(each.role): True, "gathers": gathers, "sums": getattr(each.role, "ends_region", False)}
+        before = [seen.setdefault((each.name, purpose), each) for purpose, is_so in purposes.items() if is_so]
+        if other := next((found for found in before if found is not each), None):
+            alike = "one role" if type(other.role) is type(each.role) else "roles that both gather, or both sum"
+            problems.append(
+                f"{each.name} has {alike} by two rows, {other.pattern!r} ({other.role_name}) and {each.pattern!r} ({each.role_name}): it would be wrapped "
+                "twice. Leave one row out."
+            )
+    return problems
+
+
 def folded(problems: Sequence[str]) -> list[str]:
     """Problems that differ by a layer's number only, told once."""
     alike: dict[str, list[str]] = {}
@@ -178,12 +196,12 @@ def cuts_of(placed: Sequence[Placed], table: ParameterTable, mesh: Mesh, problem
     """Each parameter's cuts by canonical name, as its roles say. A role that speaks for a parameter of a module inside its own (`overrules`) has the say there."""
     overruled: dict[str, str] = {}
     for each in placed:
-        for local in getattr(each.role, "overrules", lambda name, module: ())(each.name, each.module):
+        for local in each.ask("overrules") if hasattr(each.role, "overrules") else ():
             overruled.setdefault(f"{each.name}.{local}", each.name)
     found: dict[str, dict[str, tuple[Placement, str]]] = {}
     for each in placed:
         try:
-            cuts = each.role.cut(each.name, each.module, mesh.sizes)
+            cuts = checked_cuts(each, each.ask("cut", mesh.sizes), mesh)
         except IntarsiaError as error:
             problems.append(str(error))
             continue
@@ -210,6 +228,22 @@ def cuts_of(placed: Sequence[Placed], table: ParameterTable, mesh: Mesh, problem
         except UsageError as error:
             problems.append(str(error))
     return result
+
+
+def checked_cuts(placed: Placed, cuts: Any, mesh: Mesh) -> Mapping[str, tuple[str, Placement]]:
+    """What a role's `cut` gave, held against the contract."""
+    axes = [axis for axis in mesh.sizes if axis not in ("pp", "dp_replicate", "dp_shard")]
+    whose = f"{placed.name}: the role {placed.role_name}"
+    if not isinstance(cuts, Mapping):
+        raise PluginError(f"{whose} gave {cuts!r} as its cuts; they are parameter name -> (mesh axis, placement), {{}} for none.")
+    for local, cut in cuts.items():
+        if not (isinstance(cut, tuple) and len(cut) == 2 and isinstance(cut[0], str) and hasattr(cut[1], "partition")):
+            raise PluginError(f"{whose} cuts {local!r} by {cut!r}; a cut is (mesh axis, placement).")
+        if cut[0] not in axes:
+            raise PluginError(
+                f"{whose} cuts {local!r} over {cut[0]!r}, which is no axis that parameters are cut over. {did_you_mean(cut[0], axes)}"
+            )
+    return cuts
 
 
 # ---------------------------------------------------------------- after everything is wrapped

@@ -70,6 +70,8 @@ class ParallelCommand:
             value = getattr(arguments, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+        if not 0 <= arguments.tolerance < math.inf:
+            raise UsageError(f"--tolerance is {arguments.tolerance}; it is a relative error, finite and 0 or more.")
         recipe = recipe_of(arguments, degrees)
         sizes = check_mesh(recipe.mesh, world)
         if world > 1 and "WORLD_SIZE" not in os.environ:
@@ -104,6 +106,8 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise UsageError(f"--mesh {text!r}: there is no axis {axis!r}. {did_you_mean(axis, (*AXES, 'ep'))}")
         if not size.isdecimal() or int(size) < 1:
             raise UsageError(f"--mesh {text!r}: the degree of {axis} is {size!r}; it must be a whole number from 1.")
+        if axis in degrees:
+            raise UsageError(f"--mesh {text!r} names {axis} twice, as {degrees[axis]} and {size}.")
         degrees[axis] = int(size)
     if not degrees:
         raise UsageError("--mesh names no axis. Write degrees, such as tp=2,cp=2.")

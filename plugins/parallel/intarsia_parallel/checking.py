@@ -5,6 +5,7 @@ S tokens of a row, D model width. What ranks hold is put in its place in a tenso
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from intarsia.comm import Communicator, SelfCommunicator, init_world
 from intarsia.config import Recipe
 from intarsia.contracts import IGNORE, Batch, Loss, LossSum, Model, Parallel
 from intarsia.discovery import import_reference
+from intarsia.errors import IntarsiaError, PluginError, UsageError
 from intarsia.layout import region_parts, slices
 from intarsia.mesh import Mesh, copies_along
 from intarsia.parameters import ParameterInfo, ParameterTable
@@ -25,6 +27,7 @@ from intarsia_parallel.apply import build as build_declared
 from intarsia_parallel.check_command import Settings
 from intarsia_parallel.collectives import even_counts
 from intarsia_parallel.config import DeclaredConfig
+from intarsia_parallel.table import told
 
 # Where each token of a batch stands in the whole step: row * S + index. Named so that context parallelism cuts it.
 INDEX = "index_BS"
@@ -58,6 +61,11 @@ def check(recipe: Recipe, sizes: Mapping[str, int], settings: Settings) -> int:
     try:
         mesh = Mesh(sizes, world)
         batches = make_batches(recipe, settings, mesh.data_ranks)
+        if not counted(batches):
+            raise UsageError(
+                f"No label counts in {settings.micro_batches} micro-batches of {settings.rows} rows of {settings.sequence} tokens (the last of a document, and one in "
+                "eight, do not): loss and gradients would be 0 everywhere, and equal whatever the roles do. Take a larger --sequence, or another --seed."
+            )
         # One process first, on rank 0: it knows of no group.
         logical.reset()
         whole = run_whole(recipe, batches, world.device) if world.rank == 0 else None
@@ -173,8 +181,9 @@ def run_mesh(recipe: Recipe, mesh: Mesh, batches: Sequence[Batch], count: int, s
     engine = loaded.build(recipe.engine, model, loss, recipe, parallel)
     model.train()
     local = [on_device(batch, mesh.device) for batch in batches]
-    sums = _sums(engine.run(local, 1.0 / max(1, count), sharded))
-    sharded.finish_gradients()
+    with explained(model, getattr(parallel, "roles", {})):
+        sums = _sums(engine.run(local, 1.0 / max(1, count), sharded))
+        sharded.finish_gradients()
     names = sorted({name for each in world.gather_json(sorted(sums), what="names") for name in each})
     # Ranks along tp have the same sums: the first one's count.
     mine = [sums[name] if name in sums and not mesh.coordinates["tp"] else torch.zeros((), dtype=torch.float64) for name in names]
@@ -195,6 +204,33 @@ def run_mesh(recipe: Recipe, mesh: Mesh, batches: Sequence[Batch], count: int, s
             parameter = local_parameters.get(name)
             gradients[name] = _whole_gradient(info, None if parameter is None else parameter.grad, shape, table, mesh)
     return Outcome(whole_outputs, dict(zip(names, totals.unbind(), strict=True)), gradients, dict(getattr(parallel, "roles", {})))
+
+
+@contextlib.contextmanager
+def explained(model: nn.Module, roles: Mapping[str, str]) -> Iterator[None]:
+    """What fails in here ran on one process: it becomes a PluginError that names the innermost module that was running, and the roles in it."""
+    running: list[str] = []
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda module, args, name=name: running.append(name)))
+        hooks.append(module.register_forward_hook(lambda module, args, output: running.pop() and None))
+    try:
+        yield
+    except IntarsiaError:
+        raise
+    except Exception as error:
+        inside = f"{running[-1]}." if running and running[-1] else ""
+        where = f"in the forward of {running[-1] or 'the model'}" if running else "in backward, or between modules"
+        known = dict.fromkeys(
+            f"{name.removeprefix(inside)} ({role})" for name, role in roles.items() if running and name.startswith(inside)
+        )
+        raise PluginError(
+            f"The step runs on one process and fails on the mesh, {where}: {told(error)}. Look at the roles there"
+            + (f": {', '.join([*known][:12])}." if known else " in the family's sharding table.")
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def build_model(recipe: Recipe) -> tuple[nn.Module, ParameterTable]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import chz
 from intarsia.config import ParallelConfig, RoleConfig
+from intarsia_models_common.config import check_between
 from intarsia_models_common.moe.config import DispatcherConfig
 
 
@@ -45,12 +46,20 @@ class ColumnConfig(RoleConfig):
     gather: bool = chz.field(default=False, doc="Gather the sequence at its own entry: for a projection outside of any region.")
     unit: int = chz.field(default=1, doc="Outputs that stay together: cuts lie at multiples of it.")
 
+    @chz.validate
+    def _fits(self) -> None:
+        check_between("column.unit", self.unit, 1)
+
 
 @chz.chz(typecheck=True)
 class RowConfig(RoleConfig):
     """Y = X W^T with W cut on its inputs."""
 
     unit: int = chz.field(default=1, doc="Inputs that stay together: cuts lie at multiples of it, as in the columns before it.")
+
+    @chz.validate
+    def _fits(self) -> None:
+        check_between("row.unit", self.unit, 1)
 
 
 @chz.chz(typecheck=True)
@@ -67,6 +76,10 @@ class RegionConfig(RoleConfig):
     """Gathers the sequence at the entry."""
 
     inputs: int = chz.field(default=1, doc="How many of the leading arguments are activations cut along the sequence.")
+
+    @chz.validate
+    def _fits(self) -> None:
+        check_between("region.inputs", self.inputs, 1)
 
 
 @chz.chz(typecheck=True)
@@ -103,3 +116,7 @@ class ReplicatedConfig(RoleConfig):
     """Sees all tokens with whole parameters."""
 
     inputs: int = chz.field(default=1, doc="How many of the leading arguments are activations cut along the sequence.")
+
+    @chz.validate
+    def _fits(self) -> None:
+        check_between("replicated.inputs", self.inputs, 1)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from intarsia import plugins
 from intarsia.contracts import Role
-from intarsia.errors import IntarsiaError, UsageError, did_you_mean
+from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
 from torch import nn
 
 
@@ -23,17 +24,40 @@ class Placed:
     role: Role
     pattern: str
 
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """The role's `method(name, module, *arguments)`. What it raises that is meant for nobody becomes a PluginError that names role, module and method."""
+        try:
+            return getattr(self.role, method)(self.name, self.module, *arguments)
+        except IntarsiaError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"{self.name}: the role {self.role_name} ({type(self.role).__name__}.{method}) failed: {told(error)}"
+            ) from error
+
 
 Row = tuple[str, str, dict[str, Any]]
 
 
 def rows_of(sharding: Any, config: Any, family: str) -> list[Row]:
     """The table's rows as (pattern, role, settings). `sharding` is the rows, or a function of the model's config that returns them."""
-    rows = sharding(config) if callable(sharding) else sharding
+    rows = sharding
+    if callable(sharding):
+        try:
+            rows = sharding(config)
+        except IntarsiaError:
+            raise
+        except Exception as error:
+            raise PluginError(f"The sharding table of {family} is a function that failed on the model's config: {told(error)}") from error
+    if not isinstance(rows, tuple | list):
+        raise PluginError(
+            f"The sharding table of {family} is {'what a function gave, ' if callable(sharding) else ''}a {type(rows).__name__}; it is a tuple or list of rows "
+            "(module pattern, role), or a function of the model's config that returns one."
+        )
     found: list[Row] = []
     for number, row in enumerate(rows):
         good = isinstance(row, tuple | list) and 2 <= len(row) <= 3 and all(isinstance(each, str) for each in row[:2])
-        if not good or (len(row) == 3 and not isinstance(row[2], dict)):
+        if not good or (len(row) == 3 and not (isinstance(row[2], dict) and all(isinstance(key, str) for key in row[2]))):
             raise UsageError(
                 f"Row {number} of the sharding table of {family} is {row!r}; a row is (module pattern, role) or (module pattern, role, {{setting: value}})."
             )
@@ -71,7 +95,12 @@ def build_role(name: str, settings: dict[str, Any]) -> Role:
     if entry.config is None:
         if settings:
             raise UsageError(f"the role {name!r} has no settings, but the row gives {', '.join(settings)}.")
-        role = loaded.target(entry)()
+        try:
+            role = loaded.target(entry)()
+        except IntarsiaError:
+            raise
+        except Exception as error:
+            raise PluginError(f"the role {entry.full_name!r} of plugin {entry.plugin} can't be built: {told(error)}") from error
     else:
         config_class = loaded.config_class(entry)
         known = list(config_class.__chz_fields__)  # type: ignore[attr-defined]
@@ -80,13 +109,19 @@ def build_role(name: str, settings: dict[str, Any]) -> Role:
             raise UsageError(f"the role {name!r} has no setting {unknown[0]!r}. {did_you_mean(unknown[0], known)}")
         try:
             config = config_class(**settings)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise UsageError(f"the role {name!r} does not take {settings}: {error}") from error
         role = loaded.build(config)
     if not isinstance(role, Role):
         lacks = [each for each in ("check", "cut", "apply") if not hasattr(role, each)]
         raise UsageError(f"the role {name!r} ({type(role).__name__}) is none: it lacks {', '.join(lacks)}. See intarsia.contracts.Role.")
     return role
+
+
+def told(error: Exception) -> str:
+    """An exception in one line, with where it was raised."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
 
 
 def matches(pattern: str, name: str) -> bool:

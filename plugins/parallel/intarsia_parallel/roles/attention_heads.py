@@ -162,7 +162,7 @@ def _rows(x: Tensor, dim: int, parts: list[tuple[int, int]]) -> Tensor:
 
 def _find(module: nn.Module, name: str) -> nn.Parameter | None:
     owner, _, attribute = name.rpartition(".")
-    found = getattr(module.get_submodule(owner), attribute, None)
+    found = getattr(dict(module.named_modules()).get(owner), attribute, None)
     return found if isinstance(found, nn.Parameter) else None
 
 

@@ -18,7 +18,9 @@ from intarsia_parallel.roles.region import entered
 
 
 class Replicated:
-    """See the module."""
+    """See the module. `gathers_all`: all tokens come in, and nothing inside needs to end that."""
+
+    gathers_all = True
 
     def __init__(self, config: ReplicatedConfig) -> None:
         self.inputs = config.inputs
