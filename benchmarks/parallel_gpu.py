@@ -5,16 +5,18 @@
     python benchmarks/parallel_gpu.py OUT.json --device cpu --debug-sizes            # does it run? (gloo)
 
 Each variant is `intarsia train` on a recipe of `parallel_recipes.py` as two processes, its mesh and settings as below; figures are of the median step
-after warm-up, and of a traced step: how long communication ran while nothing computed. The file is written after each variant, so that a run that is
+after warm-up, and of a traced step (of each rank): how long communication ran while nothing computed. The file is written after each variant, so that a run that is
 cut off keeps what it has.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,7 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flexshard_measure import exposure
+from exposure import exposure
+from llama3_1b_gpu import top_kernels
 
 ROOT = Path(__file__).resolve().parent
 
@@ -34,7 +37,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "cp2-gather": ("wide", ["mesh.cp=2", "parallel=declared", "parallel.context=gather"]),
     "cp2-ulysses": ("wide", ["mesh.cp=2", "parallel=declared", "parallel.context=ulysses"]),
     "pp2-1f1b": ("wide", ["mesh.pp=2", "engine=pipeline", "engine.schedule=1f1b"]),
-    "pp2-interleaved": ("wide", ["mesh.pp=2", "engine=pipeline", "engine.schedule=interleaved", "engine.schedule.virtual=2"]),
+    "pp2-interleaved": ("wide", ["mesh.pp=2", "engine=pipeline", "engine.schedule=interleaved", "engine.schedule.virtual_stages=2"]),
     "moe-dp2": ("experts", []),
     "ep2": ("experts", ["mesh.ep=2"]),
 }
@@ -72,32 +75,73 @@ def run_variant(name: str, arguments: argparse.Namespace, folder: Path) -> dict[
     command += ["--processes", str(arguments.processes), f"train.device={arguments.device}", f"train.steps={steps}"]
     command += [f"data.cache={folder / 'cache'}", f"profile.steps=[{steps - 1}]", *settings, *arguments.settings]
     environment = {**os.environ, "INTARSIA_BENCH_FOLDER": str(folder)}
+    folder.mkdir(parents=True, exist_ok=True)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    environment.setdefault("PYTHONFAULTHANDLER", "1")
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, check=False, env=environment, timeout=arguments.limit_s
+    error = finished(command, environment, arguments.limit_s)
+    entry: dict[str, Any] = {"command": " ".join(command).replace(str(folder), "FOLDER").replace(f"{ROOT}/", "benchmarks/")}
+    if error:
+        entry["error"] = error[-6000:]
+    # What a run that was cut off has logged counts as well.
+    with contextlib.suppress(*((OSError, StopIteration, ValueError, KeyError) if error else ())):
+        entry |= figures(run, steps)
+    return entry | {"wall_s": round(time.perf_counter() - start, 1)}
+
+
+def finished(command: list[str], environment: dict[str, str], limit_s: float) -> str:
+    """Run it to its end; what it wrote where it failed or took too long, "" else. Ranks are told to say where they are before they are ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
     )
-    shown = " ".join(command).replace(str(folder), "FOLDER").replace(f"{ROOT}/", "benchmarks/")
-    if done.returncode:
-        return {"command": shown, "returncode": done.returncode, "error": (done.stdout + done.stderr)[-3000:]}
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    try:
+        text, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        ranks = children(process.pid)
+        for number, patience_s in ((signal.SIGABRT, 3.0), (signal.SIGKILL, 10.0)):
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                text, _ = process.communicate(timeout=patience_s)
+                return f"did not end within {limit_s:.0f} s\n{text}"
+        process.kill()
+        return f"did not end within {limit_s:.0f} s, and was killed"
+    return f"exit code {process.returncode}\n{text}" if process.returncode else ""
+
+
+def children(process: int) -> list[int]:
+    """The ranks that a launcher has started: they have sessions of their own, and would outlive it."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(status.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]) == process:
+                found.append(int(status.parent.name))
+    return found
+
+
+def figures(run: Path, steps: int) -> dict[str, Any]:
+    """What a run's events and its trace say."""
+    lines = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line) for line in lines if line.endswith("}")]
     first = next(event for event in events if event["event"] == "run_start")
     logged = [event for event in events if event["event"] == "step"][: steps - 1]
-    seconds = statistics.median(event["seconds_s"] for event in logged[WARMUP:])
-    return {
-        "command": shown,
-        "device": first["device"],
-        "mesh": first["mesh"],
-        "versions": first["versions"],
-        "step_s": seconds,
-        "tokens_per_s": logged[-1]["tokens"] / seconds,
-        "mfu": logged[-1]["mfu"],
-        "peak_memory_bytes": max(event["memory_bytes"] or 0 for event in logged),
-        "steps_s": [round(event["seconds_s"], 5) for event in logged],
-        "losses": [event["loss"] for event in logged],
-        "profile": exposed(next((run / "traces").glob("step-*-rank-0000.json"))),
-        "wall_s": round(time.perf_counter() - start, 1),
-    }
+    found: dict[str, Any] = {name: first[name] for name in ("device", "mesh", "versions")}
+    found |= {"steps_s": [round(event["seconds_s"], 5) for event in logged], "losses": [event["loss"] for event in logged]}
+    found["peak_memory_bytes"] = max((event["memory_bytes"] or 0 for event in logged), default=0)
+    if len(logged) > WARMUP:
+        seconds = statistics.median(event["seconds_s"] for event in logged[WARMUP:])
+        found |= {"step_s": seconds, "tokens_per_s": logged[-1]["tokens"] / seconds, "mfu": logged[-1]["mfu"]}
+    traces = sorted((run / "traces").glob("step-*-rank-*.json"))
+    return found | {"profile": [exposed(trace) for trace in traces], "kernels": longest(traces[0]) if traces else []}
+
+
+def longest(trace: Path) -> list[dict[str, Any]]:
+    """The kernels that take most of a traced step."""
+    try:
+        return list(top_kernels(trace, 14)["top"])
+    except ValueError:  # There is none.
+        return []
 
 
 def main() -> int:
@@ -110,6 +154,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--debug-sizes", action="store_true")
     parser.add_argument("--limit-s", type=float, default=150.0, help="How long a variant may take.")
+    parser.add_argument("--folder", type=Path, help="Where text, tokens and runs are kept for other calls; a temporary one by default.")
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="Further settings of every variant."
     )
@@ -118,14 +163,15 @@ def main() -> int:
     if unknown:
         parser.error(f"there is no variant {unknown[0]!r}; there are {', '.join(VARIANTS)}")
     record: dict[str, Any] = {"benchmark": "parallel_gpu", "debug_sizes": arguments.debug_sizes, "variants": {}}
-    with tempfile.TemporaryDirectory() as name:
+    with contextlib.ExitStack() as stack:
+        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for variant in arguments.variants or VARIANTS:
-            try:
-                entry = run_variant(variant, arguments, Path(name))
-            except subprocess.TimeoutExpired as error:
-                entry = {"error": f"did not end within {error.timeout:.0f} s"}
+            entry = run_variant(variant, arguments, folder)
             record["variants"][variant] = entry
-            shown = entry["error"][-300:] if "error" in entry else f"{entry['tokens_per_s']:.0f} tokens/s, {entry['profile']}"
+            told = (
+                f"{entry['tokens_per_s']:.0f} tokens/s, {entry['profile']}" if "tokens_per_s" in entry else f"steps {entry.get('steps_s')}"
+            )
+            shown = f"{entry['error'][-300:]} ({told})" if "error" in entry else told
             print(f"{variant}: {shown}", flush=True)
             arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return int(any("error" in entry for entry in record["variants"].values()))

@@ -23,7 +23,7 @@ FOLDER = Path(os.environ.get("INTARSIA_BENCH_FOLDER", "runs/bench"))
 
 def _timed(recipe: Recipe, sequence: int, rows: int) -> Recipe:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    source = TextConfig(paths=(str(long_text(FOLDER)),))
+    source = TextConfig(paths=(str(long_text(FOLDER, 4_000_000)),))
     return chz.replace(
         recipe,
         data=DataConfig(loader=PackedConfig(), tokenizer=recipe.data.tokenizer, mixture=(MixturePart(source=source),), held_out=0.0),
