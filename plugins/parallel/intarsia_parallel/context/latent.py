@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from intarsia_parallel.context.gather import collect
 from intarsia_parallel.context.ring import Course
+from intarsia_parallel.context.rows import Rows
 from intarsia_parallel.context.transfer import connected
-
-if TYPE_CHECKING:
-    from intarsia_parallel.context.parallel_context import Rows
 
 
 def latent(latent_BSC: Tensor, attend: Callable[..., Tensor], settings: dict[str, Any], rows: Rows, course: Course) -> Tensor:

@@ -6,8 +6,6 @@ the exchanges attention is that of one device, over whole rows, by whatever kern
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from intarsia import ops
 from intarsia.comm import Communicator
@@ -17,9 +15,7 @@ from torch import Tensor
 from intarsia_parallel.collectives import exchange
 from intarsia_parallel.context.block import Settings
 from intarsia_parallel.context.cut import SequenceCut
-
-if TYPE_CHECKING:
-    from intarsia_parallel.context.parallel_context import Rows
+from intarsia_parallel.context.rows import Rows
 
 
 def obstacle(heads: int, ranks: int) -> str | None:

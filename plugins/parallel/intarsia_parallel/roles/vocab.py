@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from intarsia_parallel import tokens
 from intarsia_parallel.collectives import even_counts, gather, gather_replicated, own_part, scatter_sum, sum_forward
 from intarsia_parallel.config import VocabConfig
+from intarsia_parallel.cross_entropy import labels_of_parts, own_labels, vocab_cross_entropy
 from intarsia_parallel.cuts import EvenCut
 from intarsia_parallel.roles.common import TENSOR, Groups, ParameterCuts, expect_shares, wrap
-from intarsia_parallel.vocab import labels_of_parts, own_labels, vocab_cross_entropy
 
 CrossEntropy = Callable[..., Tensor]
 
