@@ -26,6 +26,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], bool]] = {
     "sharded gradients": ({"micro_batches": 3, "gradients": "sharded"}, True),
     "replicas": ({"replicate": 2}, False),
     "offloaded": ({"offload": "cpu"}, False),
+    "low halves on the host": ({"offload": "low"}, True),
+    "low halves on the host, a last micro-batch that is accumulated": ({"offload": "low", "micro_batches": 3}, True),
+    "low halves on the host, float8": ({"offload": "low", **TILED}, True),
+    "low halves on the host, another divisor": ({"offload": "low", "reduce_op": "average", "divisor": 3.0}, False),
 }
 
 
@@ -140,3 +144,53 @@ def failing(world: Any) -> list[Any]:
         sharded.finish_gradients()
         grads.append(torch.cat([p.grad.flatten() for p in sharded.parameters().values() if p.grad is not None]))
     return [*found, bool(torch.equal(*grads))]
+
+
+def test_low_halves_come_back_when_they_are_needed() -> None:
+    """A bucket's own as it is left, for an update that spares a sum; all once half of the buckets are left; nobody's before."""
+    for found in spawn(places, 2):
+        assert found["backward"] == ["gone", "gone", "gone"]
+        assert found["blocks.2"] == ["gone", "gone", "coming"]
+        assert found["blocks.1"][:2] == ["coming", "coming"]
+        assert found["the end"] == ["leaving", "leaving", "leaving"]
+
+
+def places(world: Any) -> dict[str, Any]:
+    """Where the low halves of the three blocks are as backward begins, as each block's reduction starts, and after the step."""
+    from _sharded import placements
+    from intarsia.plugins import current
+    from intarsia.train.groups import optimizer_groups
+    from intarsia_flexshard.config import BucketConfig, FlexShardConfig
+    from intarsia_optimizers.config import AdamWConfig
+
+    double_kernels([])
+    flat = placements()["flat"]
+    apart = (BucketConfig(name="embedding", match=("embedding*", "head*", "norm*"), placement=flat, reshard="never", offload="none"),)
+    config = FlexShardConfig(placement=flat, master="split", offload="low", buckets=apart)
+    model, table, sharded, mesh = make(world, {"compute": "bfloat16", "twice": False}, current().build(config))
+    parameters = dict(sharded.parameters())
+    optimizer = current().build(AdamWConfig(), optimizer_groups((), parameters, list(parameters)), table, world)
+    waiting = [bucket for bucket in sharded.buckets if bucket.halves is not None]
+    found: dict[str, Any] = {}
+
+    def note(what: str) -> None:
+        found[what] = [bucket.halves.place for bucket in waiting]
+
+    for bucket in waiting:
+
+        def start(*arguments: Any, name: str = bucket.name, chosen: Any = bucket.reduction.start) -> None:
+            note(name)
+            chosen(*arguments)
+
+        bucket.reduction.start = start
+    for step in range(2):
+        tokens_BS = next(iter(batches(step, mesh, 1)))[0]
+        with sharded.update_in_backward(optimizer, 1.0):
+            loss = (model(tokens_BS, True) @ model.head.weight.t()).float().square().sum()
+            note("backward")
+            loss.backward()
+            sharded.finish_gradients(wait=False)
+        sharded.update(optimizer, 1.0)
+        sharded.zero_gradients()
+    note("the end")
+    return found

@@ -1,7 +1,7 @@
 """The low halves of split masters, which only the optimizer reads, wait in the host's memory between updates (`offload=low`).
 
 They leave after a bucket's update, are gone from the device by the time when activations are at their most (as the last bucket's forward begins), and come back under
-the backward pass.
+the second half of the backward pass, or as a bucket is left that is updated within it. Copies follow, and are waited for by, the stream that is current.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ class WaitingHalves:
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         lanes = self._lanes
-        if lanes.on_device:
-            lanes.host.wait_stream(lanes.compute)
+        before = torch.cuda.current_stream() if lanes.on_device else None
+        if before is not None:
+            lanes.host.wait_stream(before)
         lanes.enter(lanes.host)
         target.copy_(source, non_blocking=True)
         if lanes.on_device:
             self._moved.record(lanes.host)
-        lanes.leave()
+        lanes.enter(before)
 
     def _wait(self) -> None:
         if self._lanes.on_device:
-            self._lanes.compute.wait_event(self._moved)
+            torch.cuda.current_stream().wait_event(self._moved)

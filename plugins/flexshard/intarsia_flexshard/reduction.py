@@ -157,6 +157,11 @@ class Reduction:
         received = parts_received(ranks, self._lanes.on_device) * self._count
         return self.geometry.total * dtype.itemsize, received * dtype.itemsize
 
+    @property
+    def can_hand_on(self) -> bool:
+        """Whether an optimizer may be given what the next reduction brings, before it is added."""
+        return self._is_plain and self._total is None
+
     def has_gradients(self) -> bool:
         """Whether backward has left something on the whole parameters."""
         return any(parameter.grad is not None for parameter in self.parameters)
@@ -198,7 +203,7 @@ class Reduction:
             source, running = self._fill(pack, dtype, gradients)
             pack.user, pack.dirty = self, lanes.on_device
         self._kept = (source, gradients if pack is None else None)
-        self._hands_on = takes_sums and self._is_plain and self._total is None
+        self._hands_on = takes_sums and self.can_hand_on
         self._result = None if self._hands_on else torch.empty(self._count, dtype=self._dtype, device=source.device)
         self._running = running
         if lanes.on_device:

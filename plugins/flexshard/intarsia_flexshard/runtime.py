@@ -135,10 +135,10 @@ class FlexShardModel:
         masters = {name: master for bucket in buckets for name, master in bucket.masters.items()}
         self._parameters = {name: masters[name] for name in table}
         self._phases = self._plan_update()
-        # Activations are at their most as the last bucket is needed; its backward has given them back once the one before is left.
+        # Activations are at their most as the last bucket is needed; backward has given half of them back once the one in the middle is left.
         self._halves = [bucket.halves for bucket in buckets if bucket.halves is not None]
-        last_two: Sequence[Bucket | None] = [turn[-1] for turn in self.gathers.turns[-2:]]
-        self._after_fullest, self._fullest = last_two if len(last_two) == 2 else (None, None)
+        last: list[Bucket | None] = [turn[-1] for turn in self.gathers.turns]
+        self._half_way, self._fullest = (last[(len(last) - 1) // 2], last[-1]) if len(last) > 1 else (None, None)
         self._modules = self._install()
         self._places = [Places(bucket) for bucket in buckets]
         refuse_copies(modules.values(), buckets)
@@ -303,12 +303,10 @@ class FlexShardModel:
 
     @staticmethod
     def _apply(optimizer: Optimizer, factor: Any, buckets: Sequence[Bucket], names: tuple[str, ...], sums: Any = None) -> None:
-        for bucket in buckets:
-            if bucket.halves is not None:
-                bucket.halves.arrive()
-        written: Sequence[Any] = ()
-        if names:
-            written = step_quantising(optimizer, factor, names, [bucket.payload for bucket in buckets], sums)
+        for halves in [bucket.halves for bucket in buckets if bucket.halves is not None]:
+            halves.arrive()
+        payloads = [bucket.payload for bucket in buckets]
+        written = step_quantising(optimizer, factor, names, payloads, sums) if names else []
         for bucket in buckets:
             if bucket.payload in written:
                 bucket.payload.encode_values()
@@ -433,10 +431,13 @@ class FlexShardModel:
             if len(self._pending) >= PENDING:
                 self._pending.pop(0).complete()
             reduction.complete()
-            # Halves that wait on the host come too late for an update inside backward.
-            is_early = self._early is not None and self._last and bucket.halves is None
-            then = functools.partial(self._update_early, bucket, *self._early) if is_early else None  # type: ignore[misc]
+            is_early = self._early is not None and self._last
             takes_sums = is_early and bucket.is_split and getattr(self._early[0], "takes_sums", False)  # type: ignore[index]
+            if bucket.halves is not None:  # What waits on the host comes early where that spares a sum, which takes twice as much.
+                is_early = takes_sums = takes_sums and reduction.can_hand_on
+                if is_early:
+                    bucket.halves.come()
+            then = functools.partial(self._update_early, bucket, *self._early) if is_early else None  # type: ignore[misc]
             reduction.start(self._any_unsynced, lambda *sizes: grow_pack(self.buckets, reduction.pack, *sizes), then, takes_sums)
             self._pending.append(reduction)
 
@@ -589,9 +590,8 @@ class FlexShardModel:
         self.gathers.prefetch(bucket, -1, 1)
         # Gradients of parameters that several calls share come with the last of them.
         if bucket.reduction is not None and bucket.open and not bucket.calls:
-            if bucket is self._after_fullest:
-                for halves in self._halves:
-                    halves.come()
+            for halves in self._halves if bucket is self._half_way else ():
+                halves.come()
             is_due = self._last or self._config.gradients == "sharded"
             if bucket.holders is None or not is_due:  # What several stages have waits on the parameters for the step's end.
                 (self._reduce if is_due else self._accumulate)(bucket)
