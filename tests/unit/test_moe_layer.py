@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from intarsia import logical
 from intarsia.errors import UsageError
@@ -24,7 +26,7 @@ from intarsia_models_common.moe.config import (
     SigmoidRouterConfig,
     SoftmaxRouterConfig,
 )
-from intarsia_models_common.moe.dispatch import invert, sort_pairs
+from intarsia_models_common.moe.dispatch import Capabilities, Local, invert, sort_pairs
 from intarsia_models_common.moe.operators import COMBINE, GROUPED_LINEAR, PERMUTE, SCALED_GROUPED_LINEAR
 from intarsia_models_common.moe.router import Router, label_of
 from torch import Tensor, nn
@@ -338,3 +340,36 @@ def test_bad_settings_say_what_is_right(make: Any, text: str) -> None:
 def test_labels() -> None:
     assert [label_of(name) for name in ("layers.3.feed_forward.router", "mtp.0.block.feed_forward", "")] == ["3", "mtp.0", "0"]
     assert isinstance(moe(SoftmaxRouterConfig(experts=2, top_k=1)).router, Router)
+
+
+def test_compiled_layers_share_one_compilation() -> None:
+    """Layers differ by the names of their losses, which are no business of compiled code."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    config = MoEConfig(router=SigmoidRouterConfig(experts=4, top_k=2, sequence_loss=1e-2, z_loss=1e-3), hidden=10)
+    layers = [fill(MoE(config, dataclasses.replace(SCOPE, name=f"layers.{number}.feed_forward")), number) for number in range(3)]
+    x_BSD, frames = torch.randn(2, 6, SCOPE.dim), []
+    for layer in layers:
+        with logical.micro_batch(1.0) as sums:
+            result = torch.compile(layer.forward, backend=counter)(x_BSD)
+        frames.append(counter.frame_count)
+        torch.testing.assert_close(result, layer(x_BSD))
+        assert set(sums) == {f"moe.{layer.router.label}.{name}" for name in ("sequence_loss", "z_loss")}
+    assert frames[0] == frames[1] == frames[2] > 0
+
+
+def test_a_dispatcher_that_no_compiler_may_trace_runs_as_written() -> None:
+    class Crossing(Local):
+        capabilities = Capabilities(needs_host_sync=True, static_shapes=False, drops_tokens=False)
+        was_traced = False
+
+        def start(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Any:
+            self.was_traced |= torch.compiler.is_compiling()
+            return super().start(x_ND, experts_NK, weights_NK)
+
+    torch._dynamo.reset()
+    layer = moe(SoftmaxRouterConfig(experts=4, top_k=2))
+    layer.experts.dispatcher = dispatcher = Crossing(4)
+    x_BSD = torch.randn(2, 6, SCOPE.dim)
+    torch.testing.assert_close(torch.compile(layer.forward, backend="eager")(x_BSD), layer(x_BSD))
+    assert not dispatcher.was_traced

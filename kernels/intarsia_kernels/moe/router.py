@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 HALF = torch.bfloat16
+HAS_WIDE_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
+"""Whether this torch multiplies bfloat16 matrices into float32."""
 
 
 def parts(tensor: Tensor, count: int) -> list[Tensor]:
@@ -23,11 +25,18 @@ def parts(tensor: Tensor, count: int) -> list[Tensor]:
     return found
 
 
+# Opaque: not every compiler that traces `mm` knows of its other result dtype.
+@torch.library.custom_op("intarsia::wide_product", mutates_args=())
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a b in float32 of bfloat16 matrices."""
-    if a.is_cuda and "dtype" in torch.ops.aten.mm.overloads():
+    if a.is_cuda and HAS_WIDE_PRODUCT:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a.float(), b.float())
+
+
+@_product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
 class _RouterLinear(torch.autograd.Function):

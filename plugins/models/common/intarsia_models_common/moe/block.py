@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from intarsia import plugins
 from intarsia.comm import SelfCommunicator
 from intarsia.contracts import SequenceContext
@@ -35,6 +36,15 @@ class MoE(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: SequenceContext | None = None) -> Tensor:
         """Same shape and dtype."""
+        # How many rows arrive from other ranks differs from call to call: compiled, the layer would be compiled again and again.
+        is_traceable = self.experts.dispatcher.capabilities.traceable
+        return self._computed(x_BSD, context) if is_traceable else self._as_written(x_BSD, context)
+
+    @torch.compiler.disable
+    def _as_written(self, x_BSD: Tensor, context: SequenceContext | None) -> Tensor:
+        return self._computed(x_BSD, context)
+
+    def _computed(self, x_BSD: Tensor, context: SequenceContext | None) -> Tensor:
         x_ND = x_BSD.flatten(0, -2)
         routed = self.router(x_ND, Sequences(x_BSD.shape[0] if x_BSD.dim() > 2 else 1, self._documents(context, x_BSD)))
         flight = self.experts.dispatcher.start(x_ND, routed.experts_NK, routed.weights_NK)

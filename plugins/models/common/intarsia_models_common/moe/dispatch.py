@@ -29,13 +29,15 @@ class Capabilities:
     """What a dispatcher promises, or owns up to. Stability: provisional.
 
     `needs_host_sync`: the host waits for the device to learn how many rows arrive; without it a step can be captured as a CUDA graph, given `static_shapes`: M depends on shapes alone.
-    `drops_tokens`: pairs may be left out, by setting, and are counted. `quantised`: rows travel in fewer bits than they have.
+    `drops_tokens`: pairs may be left out, by setting, and are counted. `quantised`: rows travel in fewer bits than they have. `traceable`: torch.compile may trace its
+    calls; without it the whole layer runs as written.
     """
 
     needs_host_sync: bool
     static_shapes: bool
     drops_tokens: bool
     quantised: bool = False
+    traceable: bool = False
 
 
 @dataclasses.dataclass
@@ -134,7 +136,7 @@ class LocalFlight:
 class Local:
     """A permutation, and nothing leaves the rank."""
 
-    capabilities = Capabilities(needs_host_sync=False, static_shapes=True, drops_tokens=False)
+    capabilities = Capabilities(needs_host_sync=False, static_shapes=True, drops_tokens=False, traceable=True)
 
     def __init__(self, experts: int) -> None:
         self._experts = experts

@@ -125,20 +125,25 @@ class Router(nn.Module):
         return x_ND * noise_ND.to(x_ND.dtype)
 
     def _with_losses(self, weights_NK: Tensor, logits_NE: Tensor, scores_NE: Tensor, experts_NK: Tensor, where: Sequences) -> Tensor:
-        config, name = self.settings, f"moe.{self.label}"
+        config = self.settings
         probabilities_NE = scores_NE
         if self.scoring == "sigmoid" and (config.balance_loss or config.sequence_loss):
             probabilities_NE = scores_NE / (scores_NE.sum(-1, keepdim=True) + 1e-20)
         if config.balance_loss:
             value = config.balance_loss * balance.balance_loss(probabilities_NE, experts_NK)
-            weights_NK = logical.add_loss(weights_NK, f"{name}.balance_loss", value)
+            weights_NK = self._add_loss(weights_NK, "balance_loss", value)
         if config.sequence_loss:
             where = where if config.sequence == "document" else Sequences(where.rows)
             value = config.sequence_loss * balance.sequence_loss(probabilities_NE, experts_NK, where)
-            weights_NK = logical.add_loss(weights_NK, f"{name}.sequence_loss", value)
+            weights_NK = self._add_loss(weights_NK, "sequence_loss", value)
         if config.z_loss:
-            weights_NK = logical.add_loss(weights_NK, f"{name}.z_loss", config.z_loss * balance.z_loss(logits_NE))
+            weights_NK = self._add_loss(weights_NK, "z_loss", config.z_loss * balance.z_loss(logits_NE))
         return weights_NK
+
+    # Left out of compiled code, which would be compiled anew for the name of every layer.
+    @torch.compiler.disable
+    def _add_loss(self, weights_NK: Tensor, name: str, value: Tensor) -> Tensor:
+        return logical.add_loss(weights_NK, f"moe.{self.label}.{name}", value)
 
 
 class SoftmaxRouter(Router):
