@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 from intarsia import ops
 from intarsia.comm import Communicator
 from intarsia.contracts import Placement
@@ -18,6 +19,9 @@ from intarsia_parallel import tokens
 from intarsia_parallel.collectives import gather
 
 TENSOR = "tp"
+
+# The attribute of a region's, column's or row's module that says that it is overlapped, and by what (`intarsia_parallel.overlap`).
+OVERLAP = "tensor_overlap"
 
 ParameterCuts = Mapping[str, tuple[str, Placement]]
 
@@ -77,6 +81,7 @@ def product_without_bias(module: Any, forward: Callable[[Tensor], Tensor], x_NI:
     return ops.linear(x_NI, module.weight, None)
 
 
+@torch.compiler.disable
 def gather_tree(value: Any, comm: Communicator, name: str) -> Any:
     """Every tensor in a tree of tuples, lists and dicts, gathered along the sequence (dimension 1)."""
     return map_tensors(value, lambda x: gather(x, 1, tokens.checked_counts(x, 1, comm, name), comm, name))

@@ -13,7 +13,7 @@ from intarsia.comm import Communicator
 from torch import nn
 
 from intarsia_parallel.config import RegionConfig
-from intarsia_parallel.roles.common import TENSOR, Groups, ParameterCuts, gather_tree, wrap
+from intarsia_parallel.roles.common import OVERLAP, TENSOR, Groups, ParameterCuts, gather_tree, wrap
 
 
 class Region:
@@ -41,10 +41,11 @@ class Region:
 
 def entered(comm: Communicator, name: str, inputs: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`forward` with its first `inputs` arguments gathered; where the region is overlapped, its columns are computed meanwhile."""
-    entry = getattr(module, "tensor_overlap", None)
+    entry = getattr(module, OVERLAP, None)
     if entry is not None and entry.usable(args):
         return entry.enter(name, forward, args, kwargs)
-    return forward(*(gather_tree(each, comm, name) for each in args[:inputs]), *args[inputs:], **kwargs)
+    # One call for all of them: torch.compile goes on behind a call that it does not trace, but gives up where one stands in a loop.
+    return forward(*gather_tree(args[:inputs], comm, name), *args[inputs:], **kwargs)
 
 
 def build(config: RegionConfig) -> Region:
