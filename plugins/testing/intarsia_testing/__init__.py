@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from intarsia_testing.parity import ParityTests
     from intarsia_testing.pipeline_schedule import PipelineScheduleConformance
     from intarsia_testing.placement import PlacementConformance
+    from intarsia_testing.role import RoleConformance
     from intarsia_testing.storage import StorageConformance
     from intarsia_testing.transport import TransportConformance
 
@@ -42,6 +43,7 @@ __all__ = [
     "ParityTests",
     "PipelineScheduleConformance",
     "PlacementConformance",
+    "RoleConformance",
     "StorageConformance",
     "TransportConformance",
 ]
@@ -58,6 +60,7 @@ _MODULES = {
     "ParityTests": "parity",
     "PipelineScheduleConformance": "pipeline_schedule",
     "PlacementConformance": "placement",
+    "RoleConformance": "role",
     "StorageConformance": "storage",
     "TransportConformance": "transport",
 }
