@@ -102,6 +102,35 @@ def test_shapes_and_dtypes(make):
     assert "model.norm.weight is stored in int8" in text
 
 
+QUANTISED = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 16]}}
+
+
+@pytest.mark.parametrize("value, sound", [(0.5, True), (0.0, True), (float("nan"), False), (float("inf"), False), (-1.0, False)])
+def test_scales_that_make_no_weights(make, value, sound):
+    name = "model.layers.0.self_attn.o_proj.weight"
+
+    def quantise(found):
+        found[name] = found[name].to(torch.float8_e4m3fn)
+        found[f"{name}_scale_inv"] = torch.tensor([[1.0], [value]])
+
+    weights = open_weights(make(quantise, **QUANTISED))
+    if sound:
+        assert weights.read("layers.0.attention.wo.weight").isfinite().all()
+        return
+    with pytest.raises(CheckpointError, match=r"o_proj.weight_scale_inv has scales that are negative or not finite"):
+        weights.read("layers.0.attention.wo.weight")
+
+
+def test_a_recipe_that_does_not_go_with_the_folders_model(make, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert (
+        main(["checkpoint", "import", str(make(max_position_embeddings=8)), str(run), "--from", "hf", "--option", f"recipe={RECIPE}"]) == 2
+    )
+    told = capsys.readouterr().err
+    assert "does not go with the model of" in told and "the model has only 8 positions" in told
+    assert not run.exists()
+
+
 def test_ties(make):
     untied_without_head = problem(make(lambda found: found.pop(HEAD)))
     assert f"missing: {HEAD}" in untied_without_head and "not tied" in untied_without_head

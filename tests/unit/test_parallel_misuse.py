@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from intarsia.cli import main
-from intarsia.errors import IntarsiaError, PluginError
+from intarsia.errors import IntarsiaError, PluginError, UsageError
 from intarsia.mesh import Mesh
 from intarsia.parameters import ParameterTable
 from intarsia_llama3.config import llama3
@@ -19,6 +19,7 @@ from intarsia_parallel import table
 from intarsia_parallel.checking import explained
 from intarsia_parallel.config import DeclaredConfig
 from intarsia_parallel.cuts import EvenCut
+from intarsia_parallel.experts.config import FixedCapacityConfig
 from intarsia_testing.communicator import run_ranks
 from torch import nn
 
@@ -177,3 +178,9 @@ def test_a_step_that_fails_on_the_mesh_only_names_the_module_and_its_roles() -> 
 def test_a_check_that_would_prove_nothing(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str) -> None:
     assert main(["parallel", "check", "llama3", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_capacity_is_a_number(factor: float) -> None:
+    with pytest.raises(UsageError, match=r"fixed_capacity.factor = .*: it must be finite and greater than 0"):
+        FixedCapacityConfig(factor=factor)

@@ -271,7 +271,12 @@ class HFFolder:
         if not self._blocks.holds(file.tensors[theirs]):
             return file.read(theirs, part)
         scale = self._blocks.scale_name(theirs)
-        return self._blocks.dequantised(part, file.read(theirs, part), self._files[scale].read(scale, self._blocks.scale_box(part)))
+        scales = self._files[scale].read(scale, self._blocks.scale_box(part))
+        if not bool((scales.isfinite() & (scales >= 0)).all()):
+            raise CheckpointError(
+                f"{self.location}: {scale} has scales that are negative or not finite, of which no weights can be made. Fetch the file again."
+            )
+        return self._blocks.dequantised(part, file.read(theirs, part), scales)
 
 
 def row_boxes(shape: Sequence[int], item_bytes: int) -> Iterator[Box]:

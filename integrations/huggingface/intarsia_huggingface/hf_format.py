@@ -14,6 +14,7 @@ from intarsia.checkpoint.commit import BASE, find_backend
 from intarsia.checkpoint.manifest import TensorRecord
 from intarsia.checkpoint.weights import model_differences
 from intarsia.config import Recipe, Resolution, Resolved, TokenizerConfig, flatten, load_saved, resolve
+from intarsia.config.checks import check
 from intarsia.contracts import Box, ModelEntry, StateKind
 from intarsia.errors import CheckpointError, NumericsError, UsageError, did_you_mean
 from intarsia.plugins import current, import_reference
@@ -124,7 +125,15 @@ class HFFormat:
         resolved = resolve(options["recipe"])
         recipe = resolved.recipe
         data = recipe.data if folder.tokenizer is None else chz.replace(recipe.data, tokenizer=folder.tokenizer)
-        return _resolved(chz.replace(recipe, model=folder.model, data=data), resolved.name)
+        made = chz.replace(recipe, model=folder.model, data=data)
+        if found := check(made, current()):
+            raise UsageError(
+                f"The recipe {options['recipe']} does not go with the model of {folder.location}:\n  "
+                + "\n  ".join(found)
+                + "\nName a recipe that does: "
+                "its sizes may be changed in a file of your own (--option recipe=FILE.py:FUNCTION)."
+            )
+        return _resolved(made, resolved.name)
 
 
 class Export:

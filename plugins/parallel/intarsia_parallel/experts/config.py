@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import chz
 from intarsia.config import RoleConfig
 from intarsia.errors import UsageError, did_you_mean
@@ -41,8 +43,10 @@ class FixedCapacityConfig(DispatcherConfig):
 
     @chz.validate
     def _numbers_fit(self) -> None:
-        if not self.factor > 0:
-            raise UsageError(f"fixed_capacity.factor = {self.factor}: it must be greater than 0; 1 is what balanced routing fills.")
+        if not 0 < self.factor < math.inf:
+            raise UsageError(
+                f"fixed_capacity.factor = {self.factor}: it must be finite and greater than 0; 1 is what balanced routing fills."
+            )
         if self.overflow not in OVERFLOWS:
             raise UsageError(f"fixed_capacity.overflow is {self.overflow!r}. {did_you_mean(self.overflow, OVERFLOWS)}")
         if self.tokens is not None:
