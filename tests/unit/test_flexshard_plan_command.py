@@ -1,4 +1,4 @@
-"""`intarsia plan` says what the runtime then does: its numbers are compared with the buffers, counts and collectives of a sharded model whose other ranks are not there."""
+"""The plan of buckets says what the runtime then does: its numbers are compared with the buffers, counts and collectives of a sharded model whose other ranks are not there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 from intarsia import plugins
-from intarsia.cli import main
 from intarsia.comm import FakeCommunicator
 from intarsia.config import Recipe, resolve
-from intarsia.errors import UsageError
 from intarsia.mesh import Mesh, check_mesh
 from intarsia.parameters import ParameterTable
 from intarsia.train.groups import freeze
@@ -23,9 +21,8 @@ from intarsia_eager.context import TrainContext
 from intarsia_flexshard import runtime
 from intarsia_flexshard.accounting import BucketBytes, Slots, count_gathers
 from intarsia_flexshard.lanes import Lanes
-from intarsia_flexshard.plan_command import processes
 from intarsia_flexshard.planning import Plan, make_plan, optimizer_slots
-from intarsia_flexshard.report import count_text, size_text
+from intarsia_flexshard.report import as_json, count_text, lines, size_text
 
 ROWS, TOKENS = 2, 8
 
@@ -274,22 +271,20 @@ def test_optimizer_state_is_known_by_parameter_or_said_to_be_unknown() -> None:
     assert unknown.optimizer == "unknown, since the optimizer cannot be built without the run (RuntimeError: needs the run)"
 
 
-# ---------------------------------------------------------------- the command
+# ---------------------------------------------------------------- in words and as JSON
 
 
-def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "llama3/debug", "--processes", "2", "sharder.placement=flat"]) == 0
-    text = capsys.readouterr().out
+def test_the_plan_in_words() -> None:
+    plan = plan_of(recipe_of("sharder.placement=flat"), 2)
+    text = "\n".join(lines(plan))
     assert text.startswith("llama3-debug on 2 processes (dp_shard 2): 1.84 M parameters, 5 buckets, 1 micro-batch a step")
     for words in ("masters", "optimizer state", "whole parameters", "together", "gathers", "flat(unit=64)", "root", "layers.2-3"):
         assert words in text
-    assert main(["plan", "llama3/debug", "--processes", "2", "--all"]) == 0
-    assert "layers.3 " in capsys.readouterr().out
+    assert "layers.3 " in "\n".join(lines(plan_of(recipe_of(), 2), True))
 
 
-def test_the_commands_json_has_every_rank_and_bucket(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "llama3/debug", "--processes", "3", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_the_json_has_every_rank_and_bucket() -> None:
+    found = json.loads(json.dumps(as_json(plan_of(recipe_of(), 3))))
     assert len(found["ranks"]) == found["processes"] == 3 and len(found["buckets"]) == 5
     assert [bucket["name"] for bucket in found["buckets"]] == ["root", *(f"layers.{layer}" for layer in range(4))]
     for bucket in found["buckets"]:
@@ -298,32 +293,11 @@ def test_the_commands_json_has_every_rank_and_bucket(capsys: pytest.CaptureFixtu
     assert found["optimizer"]["known"] is True
 
 
-def test_buckets_of_ones_own_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["sharder.buckets.0.name=attention", "sharder.buckets.0.match=*.attention", "sharder.buckets.0.placement=owned"]
-    assert main(["plan", "llama3/debug", "--processes", "2", "--json", *arguments]) == 0
-    found = {bucket["name"]: bucket for bucket in json.loads(capsys.readouterr().out)["buckets"]}
+def test_buckets_of_ones_own_are_planned() -> None:
+    settings = ("sharder.buckets.0.name=attention", "sharder.buckets.0.match=*.attention", "sharder.buckets.0.placement=owned")
+    found = {bucket["name"]: bucket for bucket in as_json(plan_of(recipe_of(*settings), 2))["buckets"]}
     assert found["attention"]["placement"] == "owned" and len(found["attention"]["modules"]) == 4
     assert found["layers.0"]["modules"] == ["layers.0"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--processes", "0"], "--processes is 0"),
-        (["mesh.tp=2", "--processes", "4"], "mesh: tp 2: not supported yet"),
-        (["mesh.dp_replicate=3", "--processes", "4"], "cannot be shared out"),
-        (["sharder=whole"], "plans the buckets of FlexShard"),
-        (["sharder.reshard=alwys"], "Did you mean 'always'"),
-    ],
-)
-def test_what_cannot_be_planned_is_said_in_words(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "llama3/debug", *arguments]) == UsageError.exit_code
-    assert words in capsys.readouterr().err
-
-
-def test_the_number_of_processes_follows_from_the_mesh() -> None:
-    assert processes(recipe_of(), None) == 8 and processes(recipe_of("mesh.dp_shard=4", "mesh.dp_replicate=2"), None) == 8
-    assert processes(recipe_of("mesh.dp_replicate=2"), None) == 16 and processes(recipe_of(), 5) == 5
 
 
 def test_numbers_have_units() -> None:
@@ -341,7 +315,7 @@ def test_eight_billion_parameters_on_sixty_four_processes_take_seconds() -> None
 
 
 def test_assignment_and_arithmetic_import_no_torch() -> None:
-    code = "import sys, intarsia_flexshard.accounting, intarsia_flexshard.assign, intarsia_flexshard.report, intarsia_flexshard.plan_command; sys.exit('torch' in sys.modules)"
+    code = "import sys, intarsia_flexshard.accounting, intarsia_flexshard.assign, intarsia_flexshard.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -22,18 +22,6 @@ def offer_sharders() -> list[Entry]:
 
 
 @hookimpl
-def offer_commands() -> list[Entry]:
-    """What buckets take and move."""
-    return [
-        Entry(
-            name="plan",
-            target="intarsia_flexshard.plan_command:command",
-            doc="Bytes by rank and bucket, and what a step moves, on any number of processes.",
-        )
-    ]
-
-
-@hookimpl
 def before_step(run: Run, step: int) -> None:
     """Measure the steps of `profile.steps`, bucket by bucket."""
     if run.recipe.profile.steps:

@@ -61,7 +61,7 @@ def lines(plan: Plan, unfolded: bool = False) -> list[str]:
         *_rank_lines(plan),
         f"  Optimizer state: {plan.optimizer}. Activations, and gradients that backward has just made, come on top.",
         "",
-        *_table(list(_bucket_rows(plan, unfolded)), left=(0, 2, 3)),
+        *table(list(_bucket_rows(plan, unfolded)), left=(0, 2, 3)),
         "",
         "Columns: shard: the largest rank's masters. gathers: how often in a step. gathered, reduced: received by the largest receiver in one of them.",
         "most: the largest share of elements, in parts of an even one. padding: what of a gather is no parameter.",
@@ -75,7 +75,7 @@ def _rank_lines(plan: Plan) -> Iterator[str]:
     rows.append(("Received by a rank in a step", "", "", "", ""))
     for field, words in MOVED:
         rows += _spread(plan, field, words)
-    yield from _table(rows, left=(0, 4))
+    yield from table(rows, left=(0, 4))
 
 
 def _spread(plan: Plan, field: str, words: str) -> list[Sequence[str]]:
@@ -134,7 +134,7 @@ def _bucket_row(plan: Plan, number: int) -> tuple[str, ...]:
     )
 
 
-def _table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
     """Aligned columns, those of `left` to the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     found = []

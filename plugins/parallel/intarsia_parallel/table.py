@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import traceback
 from collections.abc import Sequence
@@ -126,7 +127,12 @@ def told(error: Exception) -> str:
 
 def matches(pattern: str, name: str) -> bool:
     """Whether `name` is what `pattern` says, part by part."""
-    return re.fullmatch(r"\.".join(r"[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")), name) is not None
+    return _compiled(pattern).fullmatch(name) is not None
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"\.".join(r"[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
 
 
 def _nearest(pattern: str, modules: dict[str, nn.Module]) -> str:

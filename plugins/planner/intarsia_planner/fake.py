@@ -85,6 +85,7 @@ def world(rank: int, sizes: Mapping[str, int]) -> tuple[PlannedCommunicator, Log
     """All ranks of a mesh of checked `sizes`, seen from `rank`."""
     full = full_sizes(sizes)
     spans = {axes: "+".join(axis for axis in axes if full[axis] > 1) for axes in (AXES, AXES[1:])}
+    # Dispatchers have a group of their own over the ranks of `ep`.
     size = torch.Size([full[axis] for axis in AXES]).numel()
     log = Log()
-    return PlannedCommunicator(rank, size, log, "world", {"world": spans[AXES], "stage": spans[AXES[1:]]}), log
+    return PlannedCommunicator(rank, size, log, "world", {"world": spans[AXES], "stage": spans[AXES[1:]], "dispatch": "ep"}), log

@@ -110,6 +110,7 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], device: Device, plugins:
             f"`intarsia plan` counts the buckets of FlexShard, but the recipe's sharder is {type(recipe.sharder).__name__}. Add sharder=flexshard."
         )
     full = full_sizes(sizes)
+    elements, ahead, trained, per_token = stage.count(recipe, plugins)
     chosen = stand_ins.choices(recipe, plugins, device.capabilities)
     found: dict[Any, Any] = {}
     built = [_Rank.of(recipe, sizes, device, plugins, chosen, number, found) for number in range(full["pp"])]
@@ -122,12 +123,12 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], device: Device, plugins:
         device=device,
         sizes=full,
         devices=math.prod(full[axis] for axis in AXES),
-        elements=first.elements,
-        ahead=first.ahead,
-        trained=first.trained,
+        elements=elements,
+        ahead=ahead,
+        trained=trained,
         micro_batches=first.micro_batches,
         tokens=tokens,
-        flops=first.flops_per_token * tokens,
+        flops=per_token * tokens,
         stages=stages,
         bubble=timeline.bubble,
         schedule=timeline.name,
@@ -151,10 +152,6 @@ class _Rank:
     """The first rank of a stage, built and traced."""
 
     recipe: Recipe
-    elements: int
-    ahead: int
-    trained: int
-    flops_per_token: float
     blocks: tuple[str, ...]
     part: Any
     flexshard: Any
@@ -164,14 +161,13 @@ class _Rank:
     @classmethod
     def of(cls, recipe: Recipe, sizes: Any, device: Device, plugins: Plugins, chosen: Any, number: int, found: dict[Any, Any]) -> _Rank:
         """Build and trace."""
-        whole = stage.count(recipe, plugins)
         made = stage.build(recipe, sizes, plugins, number)
         flexshard = planning.plan_stage(recipe, made.model, made.table, made.mesh, plugins, device.is_accelerator)
         names = tuple(name for part in made.parts if part is not None for name in part.blocks) or tuple(made.model.regions().blocks)
         traced = stage.trace(made, chosen, device.is_accelerator, found)
         spans = spans_of(made.mesh.sizes)
         part = None if made.parallel is None else made.parallel.part
-        return cls(recipe, *whole, names, part, flexshard, traced, spans)
+        return cls(recipe, names, part, flexshard, traced, spans)
 
     @property
     def micro_batches(self) -> int:

@@ -106,9 +106,9 @@ class Watch(TorchDispatchMode):
                 self.work.products[shape] += count
             return
         if name.startswith("intarsia_planner.attention"):
-            q, k, v, share = inputs[0:3] + [args[-1]] if len(inputs) == 3 else [*inputs[1:4], args[-1]]
-            pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] * share
-            is_backward = len(inputs) != 3
+            is_backward = name.endswith("backward")
+            q, k, v = inputs[is_backward : 3 + is_backward]
+            pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] * args[-1]
             # Backward computes the scores again: five products for forward's two.
             self.work.attention[q.shape[-1], is_backward, False] += int(
                 pairs * (q.shape[-1] + v.shape[-1]) * 2 * (2.5 if is_backward else 1)
