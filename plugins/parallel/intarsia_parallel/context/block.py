@@ -11,6 +11,7 @@ Given the o and l of all keys, the gradients through one set need nothing of the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -102,7 +103,11 @@ class Result:
 
     def __init__(self, out_BSHD: Tensor, lse_BSH: Tensor, dout_BSHD: Tensor) -> None:
         self.out, self.lse, self.dout = out_BSHD, lse_BSH, dout_BSHD
-        self.delta = (dout_BSHD.to(lse_BSH.dtype) * out_BSHD.to(lse_BSH.dtype)).sum(-1)
+
+    @functools.cached_property
+    def delta(self) -> Tensor:
+        """The products, where somebody asks for them."""
+        return (self.dout.to(self.lse.dtype) * self.out.to(self.lse.dtype)).sum(-1)
 
 
 # ---------------------------------------------------------------- by plain matrix products

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +18,7 @@ from intarsia_parallel.context.block import Settings
 from intarsia_parallel.context.cut import SequenceCut
 from intarsia_parallel.context.gather import gather
 from intarsia_parallel.context.latent import latent
-from intarsia_parallel.context.plan import Plan
+from intarsia_parallel.context.plan import Documents, Plan
 from intarsia_parallel.context.recurrent import recurrent
 from intarsia_parallel.context.ring import Course, over_gathered, ring
 from intarsia_parallel.context.rows import Rows
@@ -125,7 +126,7 @@ class ParallelContext:
 
     def _course(self, window: int | None) -> Course:
         if window not in self._courses:
-            self._courses[window] = Course(Plan(self.cut, self.rows.documents, window), self.comm)
+            self._courses[window] = _course_of(self.cut, self.rows.lengths, window, self.comm)
         return self._courses[window]
 
     def _chosen(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, window: int | None) -> str:
@@ -136,6 +137,12 @@ class ParallelContext:
             choice = self._choices[shape, window] = choose.choose(shape, self._course(window).plan)
             log.debug("context parallelism by %s (%s)", choice.method, choice.reason)
         return self._choices[shape, window].method
+
+
+@functools.lru_cache(maxsize=32)
+def _course_of(cut: SequenceCut, lengths: tuple[tuple[int, ...], ...], window: int | None, comm: Communicator) -> Course:
+    """Batches of the same documents share what is worked out on the host and brought to the device."""
+    return Course(Plan(cut, Documents.of(lengths), window), comm)
 
 
 def build(config: ContextSettings, batch: Batch, windows: Sequence[int | None], cut: SequenceCut, comm: Communicator) -> ParallelContext:
