@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -232,22 +233,19 @@ def main() -> None:
     chosen = dict(pair.split("=", 1) for pair in arguments.kernel)
     selection = ops.select(chosen, plugins.current(), capabilities(), name)
     ops.install(selection)
-    result = {
+    result: dict[str, Any] = {
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
         "device": describe(torch.device(device)),
         "dtype": name,
         "sizes": sizes,
         "kernels": selection.facts(),
-        "results": [
-            measure(name, router, sizes, arguments.rounds if CUDA else 3, device, dtype)
-            for name, router in routers(sizes["experts"], sizes["top_k"]).items()
-        ],
+        "results": [],
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.out:
-        with open(arguments.out, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+    for router_name, router in routers(sizes["experts"], sizes["top_k"]).items():
+        result["results"].append(measure(router_name, router, sizes, arguments.rounds if CUDA else 3, device, dtype))
+        if arguments.out:  # After each, so that a run that is cut off keeps what it has.
+            Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
