@@ -162,7 +162,7 @@ def test_a_step_that_fails_on_the_mesh_only_names_the_module_and_its_roles() -> 
         caught.value
     ) and "Look at the roles there: w1.weight (column)." in str(caught.value)
     with explained(model[0].w1, {}):
-        model[0].w1(torch.ones(1, 2))
+        assert model[0].w1(torch.ones(1, 2)).shape == (1, 2)
     assert not model[0]._forward_hooks and not model[0].w1._forward_pre_hooks
 
 

@@ -211,9 +211,13 @@ def explained(model: nn.Module, roles: Mapping[str, str]) -> Iterator[None]:
     """What fails in here ran on one process: it becomes a PluginError that names the innermost module that was running, and the roles in it."""
     running: list[str] = []
     hooks = []
+
+    def leave(*_: Any) -> None:  # What a hook returns would take the place of the module's output.
+        running.pop()
+
     for name, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(lambda module, args, name=name: running.append(name)))
-        hooks.append(module.register_forward_hook(lambda module, args, output: running.pop() and None))
+        hooks.append(module.register_forward_hook(leave))
     try:
         yield
     except IntarsiaError:
