@@ -21,11 +21,8 @@ from torch import Tensor, nn
 
 from intarsia_parallel import tokens
 from intarsia_parallel.collectives import even_counts, gathered, scattered
-from intarsia_parallel.roles.common import has_payload, is_plain, wrap
+from intarsia_parallel.roles.common import OVERLAP, has_payload, is_plain, wrap
 from intarsia_parallel.table import Placed, inside
-
-# The attribute of a region's, column's or row's module that says that it is overlapped, and by what.
-OVERLAP = "tensor_overlap"
 
 
 class Products(Protocol):

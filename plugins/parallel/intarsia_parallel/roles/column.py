@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from intarsia_parallel.config import ColumnConfig
 from intarsia_parallel.cuts import EvenCut
-from intarsia_parallel.roles.common import TENSOR, Groups, ParameterCuts, expect_linear, expect_shares, gather_tree, wrap
+from intarsia_parallel.roles.common import OVERLAP, TENSOR, Groups, ParameterCuts, expect_linear, expect_shares, gather_tree, wrap
 
 
 class Column:
@@ -41,7 +41,7 @@ class Column:
 
 
 def _gathering(comm: Communicator, name: str, module: nn.Module, forward: Callable[[Tensor], Tensor], x_BSI: Tensor) -> Tensor:
-    entry = getattr(module, "tensor_overlap", None)
+    entry = getattr(module, OVERLAP, None)
     if entry is not None and entry.usable((x_BSI,)):
         product: Tensor = entry.alone(name, module, x_BSI)
         return product

@@ -18,6 +18,7 @@ from intarsia_parallel.collectives import even_counts, scatter_sum
 from intarsia_parallel.config import RowConfig
 from intarsia_parallel.cuts import EvenCut
 from intarsia_parallel.roles.common import (
+    OVERLAP,
     TENSOR,
     Groups,
     ParameterCuts,
@@ -60,7 +61,7 @@ class Row:
 
 
 def _summed(comm: Communicator, name: str, module: Any, forward: Callable[[Tensor], Tensor], x_BSI: Tensor) -> Tensor:
-    overlapped = getattr(module, "tensor_overlap", None)
+    overlapped = getattr(module, OVERLAP, None)
     if overlapped is not None and x_BSI.ndim == 3 and not has_payload(module):
         y_BSO = overlapped.product_summed(comm, x_BSI, module.weight)
     else:
