@@ -59,7 +59,7 @@ class PipelineEngine:
         """The validated schedule for a step of so many micro-batches; made once."""
         if micro_batches not in self._schedules:
             made, _ = ready(self._config.schedule, self._part.ranks, micro_batches, Knobs.of(self._config))
-            self._part.group.agree([made.name, micro_batches, list(made.placement), _fingerprint(made)], "the pipeline schedule")
+            self._part.group.agree([made.name, micro_batches, made.placement, made.plan], "the pipeline schedule")
             self._schedules[micro_batches] = made
             self._releases[micro_batches] = releases(made, self._part.group.rank)
         return self._schedules[micro_batches]
@@ -135,16 +135,6 @@ class PipelineEngine:
             self._part.group.all_reduce(total, "sum", f"gradient of {tie.name} over stages")
             if mine is not None:
                 mine.grad = total.to(mine.dtype).view_as(mine)
-
-
-def _fingerprint(schedule: Schedule) -> int:
-    """Equal on ranks that have made the same plan, whatever their process: hashes of text differ between processes, sums over numbers do not."""
-    kinds = {kind: number for number, kind in enumerate(sorted({action.kind for actions in schedule.plan for action in actions}))}
-    value = 0
-    for actions in schedule.plan:
-        for action in actions:
-            value = (value * 1000003 + kinds[action.kind] * 65537 + action.stage * 257 + action.micro_batch + 1) % (1 << 61)
-    return value
 
 
 def build(config: PipelineConfig, model: nn.Module, loss: Loss, recipe: Recipe, parallel: Parallel | None = None) -> PipelineEngine:
