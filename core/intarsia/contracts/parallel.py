@@ -68,7 +68,13 @@ class Paralleliser(Protocol):
 
 @runtime_checkable
 class Role(Protocol):
-    """What a module does on a mesh. Built by `target(config)`. `sizes` are the mesh's axes'. Stability: provisional."""
+    """What a module does on a mesh. Built by `target(config)`. `sizes` are the mesh's axes'. Stability: provisional.
+
+    Optional, read by the paralleliser `declared` where they are there: `is_region` and `ends_region` (True for roles that gather all tokens at a module's entry, and that
+    sum at its end), `gathers_all` (for one that gathers and cuts again by itself), `overrules(name, module)` (parameters of modules inside whose own rows have no say),
+    `prepare(config, recipe)` (the paralleliser's settings, before `apply`), `cross_entropy(name, module, groups)` (what the model's becomes where the module has the head
+    weight). `intarsia_testing.RoleConformance` proves the promises.
+    """
 
     def check(self, name: str, module: nn.Module, sizes: Mapping[str, int]) -> None:
         """Raise UsageError, with the numbers and the nearest legal values, where the module cannot be cut so. Called for all modules before any is cut."""
