@@ -63,8 +63,8 @@ def _experts(layers: int, dim: int, heads: int, rank: int, experts: int, hidden:
 
 
 def experts() -> Recipe:
-    """Eight layers shaped as Moonlight's (DeepSeek-V3's code, 64 experts of which 6 serve a token), rows of 4096 tokens, two at a time, 16 a step."""
-    model = _experts(8, 2048, 16, 512, 64, 1408, 32000)
+    """Four layers shaped as Moonlight's (DeepSeek-V3's code, 64 experts of which 6 serve a token), rows of 4096 tokens, two at a time, 16 a step."""
+    model = _experts(4, 2048, 16, 512, 64, 1408, 32000)
     recipe = _timed(chz.replace(llama.llama3_8b(), name="experts", model=model, recompute=llama.llama3_1b().recompute), 4096, 16)
     return chz.replace(recipe, train=chz.replace(recipe.train, micro_batch=2))
 
