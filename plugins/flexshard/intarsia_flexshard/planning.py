@@ -74,9 +74,11 @@ def place_in(sizes: Mapping[str, int]) -> MeshPlace:
     return MeshPlace(full, coordinates(full, 0))
 
 
-def plan_stage(recipe: Recipe, model: nn.Module, table: ParameterTable, mesh: Any, plugins: Plugins, on_device: bool = True) -> Plan:
+def plan_stage(
+    recipe: Recipe, model: nn.Module, table: ParameterTable, mesh: Any, plugins: Plugins, on_device: bool = True, driven: int | None = None
+) -> Plan:
     """The plan of what is in `model` and `table`, which a paralleliser may have cut, and of the ranks of the pipeline stage that has it. `mesh` has `sizes` and `coordinates` of one
-    of them. UsageError as of the build of a run. Stability: provisional."""
+    of them; `driven` is how often a schedule gathers each bucket in a step (None: hooks do, as passes need them). UsageError as of the build of a run. Stability: provisional."""
     config: Any = recipe.sharder
     sizes, train = mesh.sizes, recipe.train
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -102,6 +104,8 @@ def plan_stage(recipe: Recipe, model: nn.Module, table: ParameterTable, mesh: An
     only = [not any(needs_weights(modules[name]) for name in spec.modules) for spec in specs]
     places, rings = lay_rings(buckets, only)
     gathers = count_gathers(buckets, places, settings.micro_batches, only)
+    if driven is not None:
+        gathers = [0 if bucket.is_alias else driven for bucket in buckets]
     reductions = settings.micro_batches if settings.is_sharded_accumulation else 1
     # Ranks at the same places of all groups are alike: each kind is counted once.
     kinds: dict[tuple[int, ...], RankBytes] = {}

@@ -162,11 +162,14 @@ class _Rank:
     def of(cls, recipe: Recipe, sizes: Any, device: Device, plugins: Plugins, chosen: Any, number: int, found: dict[Any, Any]) -> _Rank:
         """Build and trace."""
         made = stage.build(recipe, sizes, plugins, number)
-        flexshard = planning.plan_stage(recipe, made.model, made.table, made.mesh, plugins, device.is_accelerator)
+        part = None if made.parallel is None else made.parallel.part
+        driven = None
+        if part is not None:  # A schedule brings a stage's parameters once in a step, or around each of its actions.
+            driven = 1 if getattr(recipe.engine, "unshard", "step") == "step" else 2 * part.micro_batches
+        flexshard = planning.plan_stage(recipe, made.model, made.table, made.mesh, plugins, device.is_accelerator, driven)
         names = tuple(name for part in made.parts if part is not None for name in part.blocks) or tuple(made.model.regions().blocks)
         traced = stage.trace(made, chosen, device.is_accelerator, found)
         spans = spans_of(made.mesh.sizes)
-        part = None if made.parallel is None else made.parallel.part
         return cls(recipe, names, part, flexshard, traced, spans)
 
     @property
