@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from intarsia.contracts import Regions
 from intarsia.errors import PluginError, UsageError
 from intarsia.mesh import Mesh, check_mesh
+from intarsia_deepseek_v3.config import debug
+from intarsia_deepseek_v3.model import DeepSeekV3
 from intarsia_pipeline import split as splitting
 from intarsia_pipeline.split import Costs, balanced, explicit, split
 from intarsia_testing.communicator import run_ranks
@@ -166,3 +168,15 @@ def test_a_model_says_what_its_ends_need() -> None:
     assert splitting.owners_of(says, says.regions(), stages)["embedding.weight"] == {0, 1}
     with pytest.raises(PluginError, match=r"no pipeline stage has the parameter 'extra.weight'"):
         splitting.owners_of(orphan, orphan.regions(), stages)
+
+
+def test_the_head_costs_once_for_each_depth() -> None:
+    """Two depths more multiply by the output projection twice more; their blocks count among the blocks."""
+    found = []
+    for depths in (0, 2):
+        config = debug()
+        with torch.device("meta"):
+            model = DeepSeekV3(chz.replace(config, ahead=config.ahead * depths))
+        found.append(Costs.of(model, model.regions(), 64))
+    assert found[1].after - found[0].after == 2 * 2.0 * config.vocab_size * config.dim
+    assert len(found[1].blocks) == len(found[0].blocks) + 2

@@ -106,7 +106,8 @@ class Costs:
 
     @classmethod
     def of(cls, model: nn.Module, regions: Regions, sequence_tokens: int) -> Costs:
-        """Two for each weight of each projection, and what mixers say of themselves (`mixing_flops_per_token`). A model of which nothing is known by that: its parameters."""
+        """Two for each weight of each projection, and what mixers say of themselves (`mixing_flops_per_token`); the output projection once for each depth that the model
+        predicts. A model of which nothing is known by that: its parameters."""
         names = {name for name, _ in model.named_children()}
         outside = [name for name in names if not any(_inside(block, name) or block == name for block in regions.blocks)]
         first, last = ends_of(model, regions)
@@ -114,6 +115,9 @@ class Costs:
         blocks = tuple(flops(model.get_submodule(block), sequence_tokens) for block in regions.blocks)
         before = sum(flops(model.get_submodule(name), sequence_tokens) for name in outside if name in first)
         after = sum(flops(model.get_submodule(name), sequence_tokens) for name in only_last)
+        # Each depth of multi-token prediction multiplies by the head once more.
+        head: Any = getattr(model, "head_weight_VD", None)
+        after += 0.0 if head is None else getattr(model, "predicts_ahead", 0) * 2.0 * head.numel()
         if not any(blocks):
             blocks = tuple(2.0 * sum(each.numel() for each in model.get_submodule(block).parameters()) for block in regions.blocks)
         return cls(blocks, before, after)
