@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from intarsia import logical
-from intarsia.contracts import Batch, PipelinePart, Placement, SequenceContext
+from intarsia.contracts import Batch, Mixer, PipelinePart, Placement, SequenceContext
 from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
 from torch import Tensor, nn
 
 from intarsia_parallel import tokens
 from intarsia_parallel.collectives import sum_both
 from intarsia_parallel.config import DeclaredConfig
-from intarsia_parallel.context import choose, parallel_context
+from intarsia_parallel.context import choose, parallel_context, ulysses
 from intarsia_parallel.context.choose import cut_for
 from intarsia_parallel.context.cut import SequenceCut
 from intarsia_parallel.cuts import Cuts, cut_parameters, local_box
@@ -59,6 +59,7 @@ class Declared:
         if needed:
             placed, problems = place(rows_of(sharding, recipe.model, family), model)
             problems += check(placed, model, mesh)
+            problems += check_heads(placed, self._config.context, mesh)
             # What does not stand up to its check cannot be asked for its cuts.
             cuts = {} if problems else cuts_of(placed, table, mesh, problems)
             if problems:
@@ -181,6 +182,23 @@ def twice(placed: Sequence[Placed]) -> list[str]:
                 f"{each.name} has {alike} by two rows, {other.pattern!r} ({other.role_name}) and {each.pattern!r} ({each.role_name}): it would be wrapped "
                 "twice. Leave one row out."
             )
+    return problems
+
+
+def check_heads(placed: Sequence[Placed], method: str, mesh: Mesh) -> list[str]:
+    """What context parallelism by heads has against the heads that tensor parallelism leaves to a rank. Latents are gathered whatever the method is."""
+    if method != "ulysses" or mesh.sizes["cp"] == 1:
+        return []
+    problems = []
+    for each in placed:
+        count, module = getattr(each.role, "heads", None), each.module
+        if count is None or not isinstance(module, Mixer) or module.cache_spec().kind != "softmax":
+            continue
+        heads, rest = divmod(count(each.name, module), mesh.sizes["tp"])
+        problem = None if rest else ulysses.obstacle(heads, mesh.sizes["cp"])
+        if problem is not None:
+            left = f" (tp {mesh.sizes['tp']} leaves {heads} heads to a rank)" if mesh.sizes["tp"] > 1 else ""
+            problems.append(f"{each.name}: parallel.context=ulysses: {problem}{left}. Or choose ring or gather.")
     return problems
 
 

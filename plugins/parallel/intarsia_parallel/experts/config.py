@@ -60,3 +60,4 @@ class ExpertConfig(RoleConfig):
     dispatcher: DispatcherConfig | None = chz.field(
         default=None, doc="Of these experts; none: parallel.dispatcher, and all_to_all where that is none too."
     )
+    uneven: bool = chz.field(default=False, doc="Allow an ep that does not divide the experts: some ranks have one more than others.")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from intarsia_parallel import tokens
 from intarsia_parallel.cuts import EvenCut
 from intarsia_parallel.experts.config import AllToAllConfig, ExpertConfig, FixedCapacityConfig
+from intarsia_parallel.roles.common import divisors, nearest
 
 if TYPE_CHECKING:
     from intarsia.config import Recipe
@@ -32,6 +33,7 @@ class Expert:
 
     def __init__(self, config: ExpertConfig) -> None:
         self._dispatcher: DispatcherConfig | None = config.dispatcher
+        self._uneven = config.uneven
         self._tokens: int | None = None
         self._sizes: Mapping[str, int] = {}
         self._comms: dict[int, Communicator] = {}
@@ -50,6 +52,11 @@ class Expert:
         if sizes.get(AXIS, 1) > experts:
             raise UsageError(
                 f"{name} has {experts} experts, too few for mesh.ep = {sizes[AXIS]}: every rank needs one. The most is ep={experts}."
+            )
+        if experts % sizes.get(AXIS, 1) and not self._uneven:
+            raise UsageError(
+                f"{name} has {experts} experts, which mesh.ep = {sizes[AXIS]} does not divide: some ranks would have one more to compute. The nearest degrees that "
+                f"do: {nearest(sizes[AXIS], divisors(experts))}. A row of the sharding table may allow it by the role's setting uneven=True."
             )
         if sizes.get(AXIS, 1) > 1 and isinstance(self._dispatcher, LocalConfig):
             raise UsageError(

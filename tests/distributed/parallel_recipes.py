@@ -1,0 +1,135 @@
+"""Recipes of the tests that compare meshes with one process: small models with every part that a mesh may cut, on short documents."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import chz
+from intarsia.config import CheckpointConfig, DataConfig, EvaluationConfig, MixturePart, ModelConfig, Recipe, TrainConfig
+from intarsia_checkpoint_posix.config import PosixConfig
+from intarsia_checkpoint_stream.config import StreamConfig
+from intarsia_data.config import ByteTokenizerConfig, JsonlConfig, PackedConfig
+from intarsia_deepseek_v3 import recipes as deepseek_recipes
+from intarsia_deepseek_v3.config import deepseek_v3, v3_router, yarn
+from intarsia_llama3 import recipes as llama_recipes
+from intarsia_llama3.config import llama3, scaled_rope
+from intarsia_models_common.config import MLAConfig
+from intarsia_optimizers.config import AdamWConfig, ConstantConfig, MuonConfig
+
+# Where the documents are: set by who runs the recipe.
+FOLDER = "INTARSIA_TEST_DOCUMENTS"
+LAYERS = 4
+# AdamW divides by the gradient's size: where that is rounding alone, a larger eps keeps rounding from becoming an update.
+ADAMW = AdamWConfig(lr=3e-3, eps=1e-6)
+MUON = MuonConfig(lr=0.02, adamw_lr=3e-3, adamw_eps=1e-6, newton_schulz_dtype="float32")
+
+
+def write_documents(folder: Path) -> None:
+    """Short texts, so that rows hold several; some are longer than a row, some have a single letter."""
+    draw = random.Random(5)
+    words = ["mesh", "ring", "expert", "stage", "token", "shard", "of", "the", "a", "head"]
+    with Path(folder, "documents.jsonl").open("w") as file:
+        for number in range(160):
+            length = (1, 3, 7, 20)[number % 4] if number % 11 else 60
+            text = " ".join(draw.choice(words) for _ in range(length)) if number % 7 else "x"
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def _recipe(base: Recipe, model: ModelConfig) -> Recipe:
+    source = JsonlConfig(paths=(os.environ.get(FOLDER, ".") + "/documents.jsonl",))
+    return chz.replace(
+        base,
+        name="whole",
+        model=model,
+        data=DataConfig(
+            loader=PackedConfig(),
+            tokenizer=ByteTokenizerConfig(),
+            mixture=(MixturePart(source=source),),
+            prefetch=0,
+            cache=os.environ.get(FOLDER, ".") + "/cache",
+        ),
+        optimizer=ADAMW,
+        schedule=ConstantConfig(warmup_steps=1),
+        checkpoint=CheckpointConfig(every=0, backend=StreamConfig(), storage=PosixConfig(), background=False),
+        train=TrainConfig(steps=5, seed=4, sequence_length=64, micro_batch=2, global_batch=8, clip_norm=1.0),
+        evaluation=EvaluationConfig(batches=1),
+    )
+
+
+def llama(layers: int = LAYERS, tied: bool = False) -> Recipe:
+    """4 query heads on 2 key/value heads, stretched rotary positions."""
+    model = llama3(
+        dim=64,
+        layers=layers,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        hidden=100,
+        vocab_size=270,
+        tied=tied,
+        rope=scaled_rope(8.0, 32),
+        max_positions=128,
+        initial_std=0.08,
+        embedding_std=0.5,
+    )
+    return _recipe(llama_recipes.debug(), model)
+
+
+def llama_tied() -> Recipe:
+    """The head is the embedding."""
+    return llama(tied=True)
+
+
+def llama_deep() -> Recipe:
+    """Eight blocks, for schedules with several stages on each rank."""
+    return llama(layers=8)
+
+
+def llama_muon() -> Recipe:
+    """By Muon, whose update of a matrix needs all of it."""
+    return chz.replace(llama(), optimizer=MUON)
+
+
+def deepseek(layers: int = LAYERS, tied: bool = False, ahead: int = 1) -> Recipe:
+    """Latent attention, a dense block, groups of experts with moving biases and a loss within sequences, a shared expert, one token further ahead."""
+    model = deepseek_v3(
+        dim=64,
+        layers=layers,
+        dense_layers=1,
+        attention=MLAConfig(heads=4, kv_rank=24, q_rank=28, nope_dim=12, rope_dim=8, value_dim=10),
+        dense_hidden=100,
+        router=v3_router(experts=8, top_k=2, groups=4, top_groups=2, scale=2.5, sequence_loss=0.01),
+        expert_hidden=36,
+        shared_experts=1,
+        vocab_size=270,
+        rope=yarn(10000.0, 4.0, 32, 1.0),
+        max_positions=128,
+        ahead=ahead,
+        tied=tied,
+        initial_std=0.08,
+        embedding_std=0.5,
+    )
+    return _recipe(deepseek_recipes.debug(), model)
+
+
+def deepseek_tied() -> Recipe:
+    """One matrix embeds, embeds what follows, and is the head; two tokens further ahead."""
+    return deepseek(tied=True, ahead=2)
+
+
+def deepseek_deep() -> Recipe:
+    """Eight blocks, for schedules with several stages on each rank."""
+    return deepseek(layers=8)
+
+
+def deepseek_muon() -> Recipe:
+    """By Muon, whose update of a matrix, and of each expert's, needs all of it."""
+    return chz.replace(deepseek(), optimizer=MUON)
+
+
+def deepseek_tied_muon() -> Recipe:
+    """What several stages have, by the optimizer whose state is least like a list of elements."""
+    return chz.replace(deepseek_tied(), optimizer=MUON)
