@@ -36,7 +36,12 @@ CPU = find("cpu")
 
 
 def recipe_of(name: str, *overrides: str) -> Recipe:
-    return resolve(name, ["train.sequence_length=64", "train.micro_batch=2", *overrides]).recipe
+    defaults = [
+        each
+        for each in ("train.sequence_length=64", "train.micro_batch=2")
+        if not any(own.startswith(each.split("=")[0]) for own in overrides)
+    ]
+    return resolve(name, [*defaults, *overrides]).recipe
 
 
 def planned(recipe: Recipe, ranks: int, device: str = "cpu") -> RunPlan:
@@ -58,7 +63,7 @@ class Real:
         if ranks > 1 and any(mesh.sizes[axis] > 1 for axis in ("cp", "tp", "ep")):
             entry = next(entry for entry in plugins.current().registry("paralleliser").entries() if entry.name == "declared")
             sharding = import_reference(plugins.current().entry_of(recipe.model).sharding)  # type: ignore[attr-defined]
-            paralleliser = plugins.current().build(plugins.current().config_class(entry)())
+            paralleliser = plugins.current().build(recipe.parallel or plugins.current().config_class(entry)())
             self.parallel = paralleliser.apply(self.model, self.table, mesh, recipe, sharding)
         self.groups = mesh
         self.sharded = plugins.current().build(recipe.sharder).shard(self.model, self.table, mesh, self.comm)
@@ -153,7 +158,7 @@ def test_activations_are_near_a_real_runs(name: str, ranks: int, overrides: tupl
 def test_recomputed_blocks_keep_their_results_only() -> None:
     plain, again = (planned(recipe_of("llama3/debug", f"recompute.mode={mode}"), 1) for mode in ("none", "blocks"))
     first, second = (each.stages[0].traced[0].pieces[1].traced for each in (plain, again))
-    assert second.memory.kept == 2 * 64 * 128 * 4, "the residual stream behind the block"
+    assert second.memory.kept == 2 * 64 * 192 * 4, "the residual stream behind the block"
     assert second.backward.flops == pytest.approx(first.backward.flops + first.forward.flops)
     assert again.stages[0].held.peak < plain.stages[0].held.peak and again.step > plain.step
     assert again.flops == plain.flops, "MFU does not count recomputation"
@@ -163,13 +168,13 @@ def test_compiled_blocks_keep_less() -> None:
     plain, compiled = (planned(recipe_of("llama3/debug", f"compile.mode={mode}"), 1, "h200").stages[0] for mode in ("none", "local"))
     assert compiled.held.activations < 0.9 * plain.held.activations
     kept = compiled.traced[0].pieces[1].traced.memory.kept
-    dim, hidden = 128, 384
+    dim, hidden = 192, 512
     assert kept > 2 * 64 * (3 * hidden + 4 * dim) * 4, "what matrix products read is never computed again"
 
 
 def test_the_peak_adds_up() -> None:
     held = planned(recipe_of("llama3/debug", "train.global_batch=8", "train.micro_batch=2"), 2).stages[0].held
-    assert held.accumulated == 4 * 1_844_864 or held.accumulated > 0
+    assert held.accumulated > 0 and held.optimizer is not None
     assert held.peak == held.parameters + held.optimizer + held.accumulated + held.buffers + held.activations + held.transient
     assert isinstance(held, Held) and held.moment
 
@@ -264,7 +269,7 @@ def test_a_pipelines_stages_add_up_and_wait() -> None:
     assert plan.schedule == "1f1b" and 0 < plan.bubble < 0.3
     first, last = plan.stages
     assert first.held.activations > 1.7 * last.held.activations, "1F1B keeps two micro-batches on the first rank"
-    assert first.wire["pp", "receive"] == 8 * 64 * 128 * 4
+    assert first.wire["pp", "receive"] == 8 * 64 * 192 * 4
     # Both end when the schedule does.
     assert first.spent.compute + first.spent.bubble == pytest.approx(last.spent.compute + last.spent.bubble, rel=0.01)
 
@@ -294,7 +299,7 @@ def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
         "gather_v over tp",
         "activations that wait",
         "FlexShard",
-        "layers.0-3",
+        "layers.0 ",
     ):
         assert words in text, words
 
@@ -330,7 +335,7 @@ def test_the_commands_json_has_every_stage(capsys: pytest.CaptureFixture[str]) -
         (["--device", "h20"], "Did you mean 'h200'"),
         (["--gpus", "0"], "--gpus is 0"),
         (["mesh.dp_replicate=3", "--gpus", "4"], "cannot be shared out"),
-        (["mesh.tp=3", "--gpus", "3"], "tp=3 does not divide"),
+        (["mesh.tp=5", "--gpus", "5"], "tp=5 does not divide"),
         (["mesh.pp=2", "--gpus", "2"], "Choose engine=pipeline"),
         (["sharder=whole"], "counts the buckets of FlexShard"),
         (["sharder.reshard=alwys"], "Did you mean 'always'"),
