@@ -104,8 +104,9 @@ def kernels(chosen: Mapping[str, Choice], on_device: bool, log: fake.Log) -> Ite
         stack.enter_context(ops.installed(chosen))
         if on_device:
             with contextlib.suppress(ImportError):
-                from intarsia_parallel.context import block
+                import intarsia_parallel.context.block
 
+                block: Any = intarsia_parallel.context.block
                 obstacle = block.flash_obstacle
                 stack.callback(setattr, block, "flash_obstacle", obstacle)
                 block.flash_obstacle = lambda q, k, v, settings: obstacle(_As(q), k, v, settings)

@@ -182,8 +182,8 @@ def _grouped(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, int, int], int]
 
 
 def _is_view(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    return bool(schema) and any(ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns)
+    schema: Any = getattr(func, "_schema", None)
+    return schema is not None and any(ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,13 +244,8 @@ def run(
         each.grad = None
     if recompute:
         backward.add(forward)
-        top += watch_span(forward, peak, kept)
+        top += max(peak - kept, 0)  # Recomputation brings that back before backward begins.
     return Traced(forward, backward, Memory(kept, peak, top, sizes)), result
-
-
-def watch_span(forward: Work, peak: int, kept: int) -> int:
-    """What recomputation brings back before backward begins."""
-    return max(peak - kept, 0)
 
 
 def _sizes(tensors: Iterable[Tensor], known: set[int]) -> list[int]:
