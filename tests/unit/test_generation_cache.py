@@ -162,6 +162,10 @@ def test_too_many_positions():
         UsageError, match=r"Prompt 2 has 22 tokens; with max_tokens 107 that is 129, but the model has 128 positions.*at most 106"
     ):
         generator(make_model()).generate([(1,), PROMPTS[2]], SamplingConfig(max_tokens=107))
+    with pytest.raises(
+        UsageError, match=r"Prompt 1 has 128 tokens; .* has 128 positions. Shorten it: a prompt and what follows share them"
+    ):
+        generator(make_model()).generate([(1,) * 128], SamplingConfig(max_tokens=1))
 
 
 def test_weights_that_are_not_sound():

@@ -136,9 +136,13 @@ class Generator:
         encoded = [self.encode(prompt) for prompt in prompts]
         for number, ids in enumerate(encoded):
             if len(ids) + config.max_tokens > self.max_positions:
+                left = self.max_positions - len(ids)
+                advice = (
+                    f"Shorten it, or set max_tokens to at most {left}." if left > 0 else "Shorten it: a prompt and what follows share them."
+                )
                 raise UsageError(
                     f"Prompt {number + 1} has {len(ids)} tokens; with max_tokens {config.max_tokens} that is {len(ids) + config.max_tokens}, but the "
-                    f"model has {self.max_positions} positions. Shorten it, or set max_tokens to at most {max(0, self.max_positions - len(ids))}."
+                    f"model has {self.max_positions} positions. {advice}"
                 )
         every = self.ends | set(ends)
         final = frozenset() if config.ignore_eos else every

@@ -181,7 +181,7 @@ def run_mesh(recipe: Recipe, mesh: Mesh, batches: Sequence[Batch], count: int, s
     engine = loaded.build(recipe.engine, model, loss, recipe, parallel)
     model.train()
     local = [on_device(batch, mesh.device) for batch in batches]
-    with explained(model, getattr(parallel, "roles", {})):
+    with explained(model, getattr(parallel, "roles", {}), recipe.compile.mode == "none"):
         sums = _sums(engine.run(local, 1.0 / max(1, count), sharded))
         sharded.finish_gradients()
     names = sorted({name for each in world.gather_json(sorted(sums), what="names") for name in each})
@@ -207,15 +207,15 @@ def run_mesh(recipe: Recipe, mesh: Mesh, batches: Sequence[Batch], count: int, s
 
 
 @contextlib.contextmanager
-def explained(model: nn.Module, roles: Mapping[str, str]) -> Iterator[None]:
-    """What fails in here ran on one process: it becomes a PluginError that names the innermost module that was running, and the roles in it."""
+def explained(model: nn.Module, roles: Mapping[str, str], watched: bool = True) -> Iterator[None]:
+    """What fails in here ran on one process: it becomes a PluginError that names the innermost module that was running, where modules may be `watched`, and the roles in it."""
     running: list[str] = []
     hooks = []
 
     def leave(*_: Any) -> None:  # What a hook returns would take the place of the module's output.
         running.pop()
 
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if watched else ():
         hooks.append(module.register_forward_pre_hook(lambda module, args, name=name: running.append(name)))
         hooks.append(module.register_forward_hook(leave))
     try:
