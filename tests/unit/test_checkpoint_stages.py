@@ -45,7 +45,7 @@ def items_of(mesh: dict[str, int], rank: int, filled: bool = True) -> list[State
             found += [
                 StateItem("model", f"{name}.bias", "replicated", torch.full((3,), float(stage)) if filled else torch.full((3,), -1.0))
             ]
-    return found + [tensor("model", "embedding", "embedding", is_copy=stages > 1 and places["pp"] == 1)]
+    return [*found, tensor("model", "embedding", "embedding", is_copy=stages > 1 and places["pp"] == 1)]
 
 
 def save(mesh: dict[str, int], change: Any = lambda rank, items: items) -> MemoryStorage:

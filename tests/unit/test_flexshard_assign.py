@@ -243,7 +243,10 @@ def test_words_and_numbers_that_mean_nothing(settings: dict[str, Any], words: st
     [
         ({"axes": ("dp_shards",)}, r"Bucket 'b': axes or replicas is 'dp_shards'. Did you mean 'dp_shard'"),
         ({"replicas": ("pp",)}, r"Bucket 'b': axes or replicas is 'pp'"),
-        ({"axes": ("dp_replicate",), "replicas": ("dp_replicate",)}, r"Bucket 'b': axis 'dp_replicate' is named twice in axes and replicas"),
+        (
+            {"axes": ("dp_replicate",), "replicas": ("dp_replicate",)},
+            r"Bucket 'b': axis 'dp_replicate' is named twice in axes and replicas",
+        ),
         ({"axes": ()}, r"Bucket 'b': `axes` is empty. .* placement=replicate"),
         ({"compute": "bf16"}, r"Bucket 'b': compute is 'bf16'. Did you mean 'bfloat16'"),
         ({"reshard": "sometimes"}, r"Bucket 'b': reshard is 'sometimes'"),

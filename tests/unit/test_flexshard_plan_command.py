@@ -315,7 +315,9 @@ def test_eight_billion_parameters_on_sixty_four_processes_take_seconds() -> None
 
 
 def test_assignment_and_arithmetic_import_no_torch() -> None:
-    code = "import sys, intarsia_flexshard.accounting, intarsia_flexshard.assign, intarsia_flexshard.report; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, intarsia_flexshard.accounting, intarsia_flexshard.assign, intarsia_flexshard.report; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
