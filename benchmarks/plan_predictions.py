@@ -3,7 +3,7 @@
     python benchmarks/plan_predictions.py predict benchmarks/results/plan-predictions.json --commit COMMIT
     python benchmarks/plan_predictions.py compare benchmarks/results/plan-predictions.json MEASURED.json
 
-`predict` needs no GPU. `compare` reads what `parallel_gpu.py` has written, and puts measured figures and ratios (measured over predicted) beside the predictions, which it leaves as they are. Predicted is
+`predict` needs no GPU. `compare` reads what `parallel_gpu.py` has written, and puts measured figures and ratios (predicted over measured) beside the predictions, which it leaves as they are. Predicted is
 the first rank, whose memory the run records.
 """
 
@@ -74,21 +74,27 @@ def _numbers(value: Any) -> dict[str, Any]:
 
 
 def compare(predictions: Path, measured: Path) -> int:
-    """Ratios of measured figures; 1 if a named run is missing or further off than wanted."""
+    """Predicted over measured; 1 if a named run is missing or further off than wanted."""
     record = json.loads(predictions.read_text(encoding="utf-8"))
-    variants = json.loads(measured.read_text(encoding="utf-8"))["variants"]
+    found = json.loads(measured.read_text(encoding="utf-8"))
+    record["measured_commit"] = found.get("commit", "")
     failed = False
     for name, run in record["runs"].items():
-        found = variants.get(name)
-        if found is None or "error" in found:
-            print(f"{name}: not measured")
+        variant = found["variants"].get(name, {})
+        for stale in ("measured", "ratio"):
+            run.pop(stale, None)
+        # A run that was ended after its steps has measured them; one that was ended before has not.
+        if "step_s" not in variant:
+            run["not_measured"] = variant.get("error", "not run").split("\n")[0]
+            print(f"{name}: not measured ({run['not_measured']})")
             failed = True
             continue
-        run["measured"] = {each: found[each] for each in ("step_s", "peak_memory_bytes", "tokens_per_s", "mfu")}
-        run["ratio"] = {each: found[each] / run["predicted"][each] for each in record["wanted"]}
+        run.pop("not_measured", None)
+        run["measured"] = {each: variant[each] for each in ("step_s", "peak_memory_bytes", "tokens_per_s", "mfu", "steps_s")}
+        run["ratio"] = {each: run["predicted"][each] / variant[each] for each in record["wanted"]}
         good = {each: abs(ratio - 1) <= record["wanted"][each] for each, ratio in run["ratio"].items()}
         failed |= not all(good.values())
-        print(name, ", ".join(f"{each}: {run['ratio'][each]:.3f}{'' if good[each] else ' (too far)'}" for each in run["ratio"]))
+        print(name, ", ".join(f"{each}: {ratio:.3f}{'' if good[each] else ' (too far)'}" for each, ratio in run["ratio"].items()))
     predictions.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return int(failed)
 
