@@ -6,7 +6,10 @@
 `layer` is one forward and backward of the whole layer without its shared expert: router, permutation, experts, combination, gradients of input and all parameters. `products` are
 the nine grouped products in it alone (three forward, each with its input's and its weight's gradient), on the same counts, by the kernel that the layer uses. Rates count the FLOPs
 of the experts' products only: `ratio` = the layer's rate / the products' rate. The two are timed by turns; times are medians of CUDA events, raw ones are in the output.
-`pieces` are the layer's other parts, each timed alone, with the bytes that they must move. `kernels` is the layer's profile.
+Each pass begins with an empty queue, so that what the host needs before the first long kernel counts. `variants` leave some of that out, for both alike where it can be: `row`, five passes one after the
+other; `graph`, forward and backward as one CUDA graph (the local dispatcher's shapes are fixed, and nothing waits for the device); `compiled`, the layer under torch.compile as in a compiled block
+(against the products as written); `compiled_graph`, that as a graph. One that fails says why. `host_ms` is how long the host is busy with a pass.
+`pieces` are the layer's other parts, each timed alone, with the bytes that they must move. `kernels` is the layer's profile, `gaps` the longest times in it when no kernel ran, and before which.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from intarsia_models_common.moe.operators import COMBINE, GROUPED_LINEAR, PERMUT
 from torch import Tensor, nn
 
 CUDA = torch.cuda.is_available()
+FURTHER = ("row", "graph", "compiled", "compiled_graph") if CUDA else ("row",)
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
@@ -98,6 +102,85 @@ def layer_pass(layer: MoE, x_BSD: Tensor, grad_BSD: Tensor) -> Callable[[], None
     return run
 
 
+def graphed(run: Callable[[], Any]) -> Callable[[], None]:
+    """The same as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = run()
+
+    def replay(kept: Any = kept) -> None:  # Results live as long as the graph.
+        graph.replay()
+
+    return replay
+
+
+def gradients(layer: nn.Module, x_BSD: Tensor, grad_BSD: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward and backward, gradients handed out and not kept: what a graph can hold."""
+    leaves = [x_BSD, *layer.parameters()]
+    return lambda: torch.autograd.grad(layer(x_BSD), leaves, grad_BSD)
+
+
+def in_a_row(run: Callable[[], Any], count: int = 5) -> Callable[[], None]:
+    """`count` passes."""
+
+    def several() -> None:
+        for _ in range(count):
+            run()
+
+    return several
+
+
+def variants(
+    names: list[str], layer: MoE, x_BSD: Tensor, grad_BSD: Tensor, products: Callable[[], None], rounds: int, flops: float
+) -> dict[str, dict[str, Any]]:
+    """Each by turns with the products, both per pass."""
+    plain, found = gradients(layer, x_BSD, grad_BSD), {}
+
+    def made(name: str) -> tuple[Callable[[], Any], Callable[[], Any], int]:
+        if name == "row":
+            return in_a_row(plain), in_a_row(products), 5
+        if name == "graph":
+            return graphed(plain), graphed(products), 1
+        whole = gradients(torch.compile(layer, dynamic=False), x_BSD, grad_BSD)  # type: ignore[arg-type]
+        whole()
+        return (graphed(whole), graphed(products), 1) if name == "compiled_graph" else (whole, products, 1)
+
+    for name in names:
+        try:
+            run, alone, passes = made(name)
+            times = by_turns({"layer": run, "products": alone}, rounds, 3)
+        except Exception as error:  # Whatever a variant dies of, the others are measured.
+            found[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            continue
+        middle = {key: statistics.median(each) / passes for key, each in times.items()}
+        found[name] = {
+            "layer_ms": middle["layer"],
+            "products_ms": middle["products"],
+            "layer_tflops_per_s": flops / middle["layer"] / 1e9,
+            "ratio": middle["products"] / middle["layer"],
+            "raw_ms": times,
+        }
+    return found
+
+
+def host_milliseconds(run: Callable[[], Any], rounds: int) -> float:
+    """Until a pass is queued, with a queue that is empty before."""
+    taken = []
+    for _ in range(rounds):
+        if CUDA:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        taken.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(taken)
+
+
 def product_pass(layer: MoE, x_MD: Tensor, counts_E: Tensor) -> Callable[[], None]:
     """The nine products alone."""
     kernel: Any = GROUPED_LINEAR.choice.function
@@ -154,23 +237,44 @@ def pieces(layer: MoE, x_ND: Tensor, hidden: int, rounds: int) -> list[dict[str,
     return found
 
 
-def profile(run: Callable[[], None], passes: int) -> list[dict[str, Any]]:
-    """Time on the device by kernel for one pass, the longest first."""
+def profile(run: Callable[[], None], passes: int) -> dict[str, Any]:
+    """Time on the device by kernel for one pass, the longest first, all of them together, and the longest gaps between them."""
     if not CUDA:
-        return []
+        return {}
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     with profiler(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as taken:
         for _ in range(passes):
+            torch.cuda.synchronize()
             run()
         torch.cuda.synchronize()
     rows = [event for event in taken.key_averages() if event.self_device_time_total > 0 and str(event.device_type).endswith("CUDA")]
     rows.sort(key=lambda event: -event.self_device_time_total)
-    return [{"kernel": row.key[:120], "calls": row.count / passes, "ms": row.self_device_time_total / passes / 1e3} for row in rows[:30]]
+    kernels = [{"kernel": row.key[:120], "calls": row.count / passes, "ms": row.self_device_time_total / passes / 1e3} for row in rows]
+    return {
+        "kernels_ms": sum(row["ms"] for row in kernels),
+        "launches": sum(row["calls"] for row in kernels),
+        "kernels": kernels[:30],
+        "gaps": gaps([event for event in taken.events() if str(event.device_type).endswith("CUDA")]),
+    }
 
 
-def measure(name: str, router: RouterConfig, sizes: dict[str, int], rounds: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
+def gaps(events: list[Any]) -> list[dict[str, Any]]:
+    """The twelve longest times without a kernel over all profiled passes, those between two passes among them."""
+    events.sort(key=lambda event: event.time_range.start)
+    found, end, last = [], None, ""
+    for event in events:
+        if end is not None and event.time_range.start > end:
+            found.append({"ms": (event.time_range.start - end) / 1e3, "after": last[:80], "before": event.name[:80]})
+        if end is None or event.time_range.end > end:
+            end, last = event.time_range.end, event.name
+    return sorted(found, key=lambda gap: -gap["ms"])[:12]
+
+
+def measure(
+    name: str, router: RouterConfig, sizes: dict[str, int], rounds: int, device: str, dtype: torch.dtype, further: list[str]
+) -> dict[str, Any]:
     """One router's figures."""
     torch.manual_seed(0)
     layer = build(router, sizes["dim"], sizes["hidden"], dtype, device)
@@ -206,8 +310,10 @@ def measure(name: str, router: RouterConfig, sizes: dict[str, int], rounds: int,
         "ratio": middle["products"] / middle["layer"],
         "peak_bytes": peak,
         "raw_ms": times,
+        "host_ms": host_milliseconds(run, rounds),
+        "variants": variants(further, layer, x_BSD, grad_BSD, alone, rounds, flops),
         "pieces": pieces(layer, x_BSD.flatten(0, 1), sizes["hidden"], max(3, rounds // 2)),
-        "kernels": profile(run, 5),
+        **profile(run, 5),
     }
 
 
@@ -216,6 +322,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--debug-sizes", action="store_true", help="tiny sizes, for a CPU")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument(
+        "--router", action="append", choices=["softmax", "group_limited", "forced_balanced"], help="only this one (may be repeated)"
+    )
+    parser.add_argument(
+        "--variant",
+        action="append",
+        choices=["none", *FURTHER],
+        help="only this one beside the layer as written (may be repeated); default: all",
+    )
     parser.add_argument(
         "--kernel",
         action="append",
@@ -241,8 +356,11 @@ def main() -> None:
         "kernels": selection.facts(),
         "results": [],
     }
+    further = [each for each in arguments.variant or FURTHER if each != "none"]
     for router_name, router in routers(sizes["experts"], sizes["top_k"]).items():
-        result["results"].append(measure(router_name, router, sizes, arguments.rounds if CUDA else 3, device, dtype))
+        if arguments.router and router_name not in arguments.router:
+            continue
+        result["results"].append(measure(router_name, router, sizes, arguments.rounds if CUDA else 3, device, dtype, further))
         if arguments.out:  # After each, so that a run that is cut off keeps what it has.
             Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))

@@ -4,6 +4,10 @@
     python benchmarks/parallel_gpu.py OUT.json tp2 pp2-1f1b                          # some of them
     python benchmarks/parallel_gpu.py OUT.json --device cpu --debug-sizes            # does it run? (gloo)
 
+    python benchmarks/parallel_gpu.py OUT.json --inductor-cache FOLDER --warm        # compiles all variants at once, a step each, and times nothing
+    python benchmarks/parallel_gpu.py OUT.json --inductor-cache FOLDER --limit-s 40  # then: 40 s for each from its first step on
+    python benchmarks/parallel_gpu.py OUT.json cp2-ring --compile none               # as written: no minute of compiling, but other figures
+
 Each variant is `intarsia train` on a recipe of `parallel_recipes.py` as two processes, its mesh and settings as below; figures are of the median step
 after warm-up, and of a traced step (of each rank): how long communication ran while nothing computed. The file is written after each variant, so that a run that is
 cut off keeps what it has.
@@ -22,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +50,8 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
 
 COMMUNICATION = ("nccl", "copy_engine", "memcpy ptop", "symm")
 WARMUP = 4
+TEARDOWN_S = 12.0
+"""How long processes may take to leave once a run has ended."""
 
 
 def exposed(trace: Path) -> dict[str, float]:
@@ -60,54 +67,113 @@ def exposed(trace: Path) -> dict[str, float]:
 
 def run_variant(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run of `intarsia train` and its figures."""
-    recipe, settings = VARIANTS[name]
-    steps = arguments.steps
-    run = folder / name
+    steps, run = arguments.steps, folder / name
     shutil.rmtree(run, ignore_errors=True)
-    command = [
-        "intarsia",
-        "train",
-        f"{ROOT / 'parallel_recipes.py'}:{recipe}{'_debug' * arguments.debug_sizes}",
-        "--dir",
-        str(run),
-        "--quiet",
-    ]
-    command += ["--processes", str(arguments.processes), f"train.device={arguments.device}", f"train.steps={steps}"]
-    command += [f"data.cache={folder / 'cache'}", f"profile.steps=[{steps - 1}]", *settings, *arguments.settings]
-    environment = {**os.environ, "INTARSIA_BENCH_FOLDER": str(folder)}
-    folder.mkdir(parents=True, exist_ok=True)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
-    environment.setdefault("PYTHONFAULTHANDLER", "1")
+    command = command_of(name, arguments, folder, run, [f"train.steps={steps}", f"profile.steps=[{steps - 1}]"])
     start = time.perf_counter()
-    error = finished(command, environment, arguments.limit_s)
-    entry: dict[str, Any] = {"command": " ".join(command).replace(str(folder), "FOLDER").replace(f"{ROOT}/", "benchmarks/")}
+    error, left = finished(command, environment_of(arguments, folder), run, arguments)
+    entry: dict[str, Any] = {"command": told_of(command, folder)}
     if error:
         entry["error"] = error[-6000:]
+    if left:
+        entry["teardown"] = left
     # What a run that was cut off has logged counts as well.
     with contextlib.suppress(*((OSError, StopIteration, ValueError, KeyError) if error else ())):
         entry |= figures(run, steps)
     return entry | {"wall_s": round(time.perf_counter() - start, 1)}
 
 
-def finished(command: list[str], environment: dict[str, str], limit_s: float) -> str:
-    """Run it to its end; what it wrote where it failed or took too long, "" else. Ranks are told to say where they are before they are ended."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
-    )
+def warm(names: list[str], arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One step of each variant, several at a time, for the sake of what they leave in the compiler's caches: seconds of each, or what went wrong."""
+
+    def one(name: str) -> tuple[str, Any]:
+        run, start = folder / f"warm-{name}", time.perf_counter()
+        shutil.rmtree(run, ignore_errors=True)
+        command = command_of(name, arguments, folder, run, ["train.steps=1"])
+        error, _ = finished(command, environment_of(arguments, folder), run, arguments)
+        taken = round(time.perf_counter() - start, 1)
+        print(f"warm {name}: {taken} s{error and ', ' + error[-300:]}", flush=True)
+        return name, {"error": error[-6000:], "wall_s": taken} if error else {"wall_s": taken}
+
+    with ThreadPoolExecutor(arguments.warm) as pool:
+        return dict(pool.map(one, names))
+
+
+def command_of(name: str, arguments: argparse.Namespace, folder: Path, run: Path, lengths: list[str]) -> list[str]:
+    """What trains a variant."""
+    recipe, settings = VARIANTS[name]
+    recipe = f"{ROOT / 'parallel_recipes.py'}:{recipe}{'_debug' * arguments.debug_sizes}"
+    command = ["intarsia", "train", recipe, "--dir", str(run), "--quiet", "--processes", str(arguments.processes)]
+    command += [f"train.device={arguments.device}", *lengths, f"data.cache={folder / 'cache'}", *settings]
+    return command + [f"compile.mode={arguments.compile}"] * bool(arguments.compile) + arguments.settings
+
+
+def told_of(command: list[str], folder: Path) -> str:
+    """The command without this machine's folders."""
+    return " ".join(command).replace(str(folder), "FOLDER").replace(f"{ROOT}/", "benchmarks/")
+
+
+def environment_of(arguments: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """The run's environment. Ranks find what another run has compiled, for the same shapes and device, in the cache's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "INTARSIA_BENCH_FOLDER": str(folder)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    environment.setdefault("PYTHONFAULTHANDLER", "1")
+    if arguments.inductor_cache:
+        cache = arguments.inductor_cache.resolve()
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+        environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    return environment
+
+
+def finished(command: list[str], environment: dict[str, str], run: Path, arguments: argparse.Namespace) -> tuple[str, str]:
+    """Run it to its end: what it wrote where it failed or took too long, "" else; and what was to say of its teardown, "" else.
+
+    Until the first step is logged the limit is that for compiling, from then on the other one. Once the run has said that it ended, processes that do not leave are ended.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+
+        def text() -> str:
+            output.seek(0)
+            return output.read()
+
+        process = subprocess.Popen([sys.executable, "-m", *command], stdout=output, stderr=subprocess.STDOUT, env=environment)
+        state, deadline, limit = "its first step was logged", time.monotonic() + arguments.first_step_limit_s, arguments.first_step_limit_s
+        while process.poll() is None:
+            time.sleep(0.2)
+            logged = events_of(run)
+            if state.startswith("its first") and '"event": "step"' in logged:
+                state, limit = "it ended", arguments.limit_s
+                deadline = time.monotonic() + limit
+            if state == "it ended" and '"event": "run_end"' in logged and '"outcome": "failed"' not in logged:
+                state, limit = "", TEARDOWN_S
+                deadline = time.monotonic() + limit
+            if time.monotonic() > deadline:
+                end(process)
+                said = f"{limit:.0f} s were over before {state}\n{text()}"
+                return (said, "") if state else ("", f"all was written; processes that had not left after {limit:.0f} s were ended")
+        return (f"exit code {process.returncode}\n{text()}" if process.returncode else ""), ""
+
+
+def events_of(run: Path) -> str:
+    """What a run has logged; "" before it has."""
     try:
-        text, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        ranks = children(process.pid)
-        for number, patience_s in ((signal.SIGABRT, 3.0), (signal.SIGKILL, 10.0)):
-            for rank in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                text, _ = process.communicate(timeout=patience_s)
-                return f"did not end within {limit_s:.0f} s\n{text}"
-        process.kill()
-        return f"did not end within {limit_s:.0f} s, and was killed"
-    return f"exit code {process.returncode}\n{text}" if process.returncode else ""
+        return (run / "events.jsonl").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End a launcher and its ranks, which are told to say where they are first."""
+    ranks = children(process.pid)
+    for number, patience_s in ((signal.SIGABRT, 3.0), (signal.SIGKILL, 10.0)):
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+            return
+    process.kill()
 
 
 def children(process: int) -> list[int]:
@@ -153,7 +219,18 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--debug-sizes", action="store_true")
-    parser.add_argument("--limit-s", type=float, default=150.0, help="How long a variant may take.")
+    parser.add_argument("--limit-s", type=float, default=90.0, help="How long a variant may take from its first step's end on.")
+    parser.add_argument("--first-step-limit-s", type=float, default=180.0, help="How long it may take until then: start, data, compiling.")
+    parser.add_argument("--compile", metavar="MODE", help="Another compile.mode than the recipe's (local): none runs as written.")
+    parser.add_argument("--inductor-cache", type=Path, metavar="FOLDER", help="Where compiled code is kept for other variants and calls.")
+    parser.add_argument(
+        "--warm",
+        type=int,
+        nargs="?",
+        const=2,
+        metavar="N",
+        help="Train one step of each variant, N at a time (2), to fill the compiler's caches, and time nothing. The device must hold N of them.",
+    )
     parser.add_argument("--folder", type=Path, help="Where text, tokens and runs are kept for other calls; a temporary one by default.")
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="Further settings of every variant."
@@ -165,6 +242,10 @@ def main() -> int:
     record: dict[str, Any] = {"benchmark": "parallel_gpu", "debug_sizes": arguments.debug_sizes, "variants": {}}
     with contextlib.ExitStack() as stack:
         folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if arguments.warm:
+            record["warm"] = warm(arguments.variants or list(VARIANTS), arguments, folder)
+            arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            return int(any("error" in entry for entry in record["warm"].values()))
         for variant in arguments.variants or VARIANTS:
             entry = run_variant(variant, arguments, folder)
             record["variants"][variant] = entry
