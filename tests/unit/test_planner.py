@@ -365,9 +365,11 @@ def test_predictions_are_held_against_what_was_measured(tmp_path: Path, capsys: 
     wanted = {"peak_memory_bytes": 0.05, "step_s": 0.15}
     predictions, measured = tmp_path / "p.json", tmp_path / "m.json"
     predictions.write_text(json.dumps({"wanted": wanted, "runs": {"dp2": {"predicted": {"step_s": 1.0, "peak_memory_bytes": 100}}}}))
-    run = {"step_s": 1.1, "peak_memory_bytes": 104, "tokens_per_s": 1.0, "mfu": 0.5}
+    run = {"step_s": 1.1, "peak_memory_bytes": 104, "tokens_per_s": 1.0, "mfu": 0.5, "steps_s": [1.1, 1.1]}
     measured.write_text(json.dumps({"variants": {"dp2": run}}))
     assert module.compare(predictions, measured) == 0
-    assert json.loads(predictions.read_text())["runs"]["dp2"]["ratio"] == {"peak_memory_bytes": 1.04, "step_s": 1.1}
+    assert json.loads(predictions.read_text())["runs"]["dp2"]["ratio"] == pytest.approx({"peak_memory_bytes": 100 / 104, "step_s": 1 / 1.1})
     measured.write_text(json.dumps({"variants": {"dp2": run | {"peak_memory_bytes": 106}}}))
     assert module.compare(predictions, measured) == 1 and "too far" in capsys.readouterr().out
+    measured.write_text(json.dumps({"variants": {"dp2": {"error": "did not end"}}}))
+    assert module.compare(predictions, measured) == 1 and "not measured (did not end)" in capsys.readouterr().out
