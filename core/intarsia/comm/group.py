@@ -250,7 +250,8 @@ class ProcessGroupCommunicator(Communicator):
             lines.append(f"{ranks_text(missing)} said nothing: busy elsewhere, or ended (look for an earlier error there)")
         cause = (str(error).splitlines() or [type(error).__name__])[0][:300]
         return DistributedError(
-            f"Rank {self.rank} of {self.size} in group {self.name!r}: collective {record.get('number', '?')}, {call_text(record)}, did not "
+            f"Rank {self.rank} of {self.size} in group {self.name!r}: "
+            f"{'collective ' + str(record['number']) + ', ' if 'number' in record else ''}{call_text(record)}, did not "
             f"finish within {self.timeout_s:g} s or failed; {'; '.join(lines) or 'nothing is known of the other ranks'}. Cause: {cause}"
         )
 
