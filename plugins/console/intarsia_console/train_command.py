@@ -21,7 +21,9 @@ class TrainCommand:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The command's arguments."""
         parser.add_argument(
-            "recipe", nargs="?", help="name of a recipe, path.py:function, run directory or recipe.json; may be left out with --resume DIR"
+            "recipe",
+            nargs="?",
+            help="name of a recipe, path.py:function, run directory or recipe.json (for a new run with its settings); may be left out with --resume DIR",
         )
         parser.add_argument(
             "overrides", nargs="*", default=[], metavar="PATH=VALUE", help="overrides, such as train.steps=200 optimizer=adamw"
@@ -66,6 +68,9 @@ class TrainCommand:
             directory = newest_run(resolved.recipe.name)
             resolved = load_saved(directory, arguments.overrides, arguments.transforms)
         plugins.verify_child()
+        if not resuming and arguments.recipe and "WORLD_SIZE" not in os.environ and is_run(Path(arguments.recipe)):
+            hint = f"To go on with that run: intarsia train --resume {arguments.recipe}"
+            print(f"{arguments.recipe} is taken as a recipe; this is a new run. {hint}", file=sys.stderr)
         processes = int(os.environ.get("WORLD_SIZE", "1")) if arguments.processes is None else arguments.processes
         if processes < 1:
             raise UsageError(f"--processes is {processes}; it must be at least 1.")

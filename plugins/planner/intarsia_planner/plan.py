@@ -107,7 +107,7 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], device: Device, plugins:
     """Plan a run on a mesh of checked `sizes`. UsageError as the run's build would raise it, and for a sharder whose bytes are not known."""
     if not isinstance(recipe.sharder, FlexShardConfig):
         raise UsageError(
-            f"`intarsia plan` counts the buckets of FlexShard, but the recipe's sharder is {type(recipe.sharder).__name__}. Add sharder=flexshard."
+            f"`intarsia plan` counts the buckets of FlexShard, but the sharder of the recipe is {plugins.entry_of(recipe.sharder).name}. Add sharder=flexshard."
         )
     full = full_sizes(sizes)
     elements, ahead, trained, per_token = stage.count(recipe, plugins)

@@ -10,7 +10,7 @@ import string
 import sys
 from pathlib import Path
 
-from intarsia.errors import UsageError, did_you_mean
+from intarsia.errors import UsageError, did_you_mean, nearest
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARK = "# file: "
@@ -42,6 +42,9 @@ KINDS = {
     "command": Kind("a command"),
 }
 """Kinds that have a scaffold, by the name that the command line takes."""
+
+BY_HAND = {"dispatcher": "write-a-dispatcher.md", "pipeline-schedule": "write-a-pipeline-schedule.md"}
+"""Kinds without one, and the page in docs/how-to that shows every file."""
 
 
 class NewPlugin:
@@ -82,7 +85,13 @@ def check_kind(kind: str) -> str:
     for form in (given, given.removesuffix("s")):
         if form in KINDS:
             return form
-    raise UsageError(f"There is no scaffold for kind {kind!r}. {did_you_mean(given, KINDS)} Kinds: {', '.join(KINDS)}.")
+        if form in BY_HAND:
+            page = f"docs/how-to/{BY_HAND[form]}"
+            raise UsageError(
+                f"There is no scaffold for kind {kind!r}: {page} shows its files, and the class of the conformance kit to test it."
+            )
+    hint = f" {did_you_mean(given, KINDS)}" if nearest(given, KINDS) else ""
+    raise UsageError(f"There is no scaffold for kind {kind!r}.{hint} Kinds: {', '.join(KINDS)}.")
 
 
 def check_name(name: str) -> str:
