@@ -87,7 +87,13 @@ def kernels(session: nox.Session) -> None:
     """Triton kernels by Triton's interpreter, which needs no GPU."""
     # Not in constraints.txt: CUDA builds of torch bring the one that they need.
     rest = install(session, *TEST, "triton==3.6.0")
-    session.run("pytest", "tests/property/test_kernels_optimizer.py", "tests/property/test_fp8_kernels.py", *rest)
+    session.run(
+        "pytest",
+        "tests/property/test_kernels_optimizer.py",
+        "tests/property/test_fp8_kernels.py",
+        "tests/property/test_moe_kernels.py",
+        *rest,
+    )
 
 
 @nox.session

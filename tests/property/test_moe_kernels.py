@@ -92,14 +92,15 @@ def check_products() -> None:
                 found[name].double(), value, rtol=2e-5, atol=2e-5, msg=lambda text, where=(case.label, name): f"{where}: {text}"
             )
     assert taken >= 4
-    for groups in (1, 3):  # A product that leaves its memory as it was.
+    for groups, programs in ((1, 3), (3, 1)):  # A product that leaves its memory as it was.
         rubbish = torch.full((37, 8), torch.nan)
         offsets = torch.tensor([20] * groups, dtype=torch.int32)
-        products._clear_tail[(3, 1)](rubbish, offsets, groups, 37, 8, ROWS=16, BLOCK=16)
+        products._clear_tail[(programs, 1)](rubbish, offsets, groups, 37, 8, ROWS=16, BLOCK=16)
         assert rubbish[:20].isnan().all() and not rubbish[20:].any()
-    gradients = torch.full((3, 5, 4), torch.nan)
-    products._clear_empty[(3, 2)](gradients, torch.tensor([0, 2, 0]), 20, BLOCK=16)
-    assert gradients[1].isnan().all() and not gradients[[0, 2]].any()
+    for programs in (1, 2, 3):
+        gradients = torch.full((3, 5, 4), torch.nan)
+        products._clear_empty[(3, programs)](gradients, torch.tensor([0, 2, 2], dtype=torch.int32), 20, BLOCK=16)
+        assert gradients[1].isnan().all() and not gradients[[0, 2]].any()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`grouped_linear` by torch's grouped product, and `scaled_grouped_linear` before it. M rows, E groups, I input and O output features.
 
-torch leaves rows after the last group, and the weight gradient of a group without rows, as the memory was: two small kernels write zeros there, and their programs elsewhere end at once.
+torch leaves rows after the last group, and the weight gradient of a group without rows, as the memory was: two small kernels write zeros there, by few programs, since as a rule there is nothing to write.
 The groups' sizes stay on the device.
 """
 
@@ -17,6 +17,7 @@ from intarsia_models_common.moe.products import grouped, scaled
 from torch import Tensor
 from torch.library import wrap_triton
 
+from intarsia_kernels.direct import direct_op
 from intarsia_kernels.fp8 import tiles
 
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
@@ -25,54 +26,76 @@ ALIGNED = 16
 """Bytes: what strides of the operands are multiples of."""
 ROWS, COLUMNS = 16, 1024
 ELEMENTS = 16384
-"""What a program clears: of rows after the last group, of the gradient of a group without rows."""
+"""What a program clears at once: of rows after the last group, of the gradient of a group without rows."""
+PROGRAMS, PROGRAMS_OF_GROUP = 256, 8
+"""How many programs look for such rows, and for each such group."""
 
 
 @triton.jit
-def _clear_tail(y_pointer, offsets_pointer, groups, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    valid = tl.load(offsets_pointer + groups - 1)
-    first = tl.program_id(0) * ROWS
-    if first + ROWS > valid:
+def _clear_tail(y_pointer, ends_pointer, groups, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    valid = tl.load(ends_pointer + groups - 1)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    zeros = tl.zeros([ROWS, BLOCK], dtype=y_pointer.dtype.element_ty)
+    # There is no tail as a rule: few programs look, and share what there is.
+    first = valid + tl.program_id(0) * ROWS
+    while first < rows:
         row = first + tl.arange(0, ROWS)
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = ((row >= valid) & (row < rows))[:, None] & (column < columns)[None, :]
-        zeros = tl.zeros([ROWS, BLOCK], dtype=y_pointer.dtype.element_ty)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
         tl.store(y_pointer + row.to(tl.int64)[:, None] * columns + column[None, :], zeros, mask=mask)
+        first += tl.num_programs(0) * ROWS
 
 
 @triton.jit
-def _clear_empty(grad_pointer, counts_pointer, numel, BLOCK: tl.constexpr):
+def _clear_empty(grad_pointer, ends_pointer, numel, BLOCK: tl.constexpr):
     group = tl.program_id(0).to(tl.int64)
-    if tl.load(counts_pointer + group) == 0:
-        offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(grad_pointer + group * numel + offsets, tl.zeros([BLOCK], dtype=grad_pointer.dtype.element_ty), mask=offsets < numel)
+    before = tl.load(ends_pointer + group - 1, mask=group > 0, other=0)
+    if tl.load(ends_pointer + group) == before:
+        zeros = tl.zeros([BLOCK], dtype=grad_pointer.dtype.element_ty)
+        first = tl.program_id(1) * BLOCK
+        while first < numel:
+            offsets = first + tl.arange(0, BLOCK)
+            tl.store(grad_pointer + group * numel + offsets, zeros, mask=offsets < numel)
+            first += tl.num_programs(1) * BLOCK
 
 
-@torch.library.triton_op("intarsia::grouped_mm_product", mutates_args={})
-def product(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """See `intarsia_models_common.moe.products.product`."""
+def ends_of(counts_E: Tensor) -> Tensor:
+    """int32: where each group ends, as torch's product wants it."""
+    return counts_E.cumsum(0, dtype=torch.int32)
+
+
+@direct_op("intarsia::grouped_mm_product")
+def _product(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     if not x_MI.numel() or not weight_EOI.numel():
         return x_MI.new_zeros(x_MI.shape[0], weight_EOI.shape[1])
-    offsets_E = counts_E.cumsum(0, dtype=torch.int32)
-    y_MO = _grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=offsets_E)
+    y_MO = _grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends_E)
     rows, columns = y_MO.shape
-    grid = triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS)
-    wrap_triton(_clear_tail)[grid](y_MO, offsets_E, offsets_E.shape[0], rows, columns, ROWS=ROWS, BLOCK=COLUMNS)
+    grid = min(PROGRAMS, triton.cdiv(rows, ROWS)), triton.cdiv(columns, COLUMNS)
+    wrap_triton(_clear_tail)[grid](y_MO, ends_E, ends_E.shape[0], rows, columns, ROWS=ROWS, BLOCK=COLUMNS)
     return y_MO
 
 
-@torch.library.triton_op("intarsia::grouped_mm_weight_gradient", mutates_args={})
-def weight_gradient(grad_MO: Tensor, x_MI: Tensor, counts_E: Tensor) -> Tensor:
-    """See `intarsia_models_common.moe.products.weight_gradient`."""
+@direct_op("intarsia::grouped_mm_weight_gradient")
+def _weight_gradient(grad_MO: Tensor, x_MI: Tensor, ends_E: Tensor) -> Tensor:
     if not grad_MO.numel() or not x_MI.numel():
-        return x_MI.new_zeros(counts_E.shape[0], grad_MO.shape[1], x_MI.shape[1])
-    grad_EOI = _grouped_mm(grad_MO.t(), x_MI, offs=counts_E.cumsum(0, dtype=torch.int32))
+        return x_MI.new_zeros(ends_E.shape[0], grad_MO.shape[1], x_MI.shape[1])
+    grad_EOI = _grouped_mm(grad_MO.t(), x_MI, offs=ends_E)
     numel = grad_EOI.shape[1] * grad_EOI.shape[2]
-    wrap_triton(_clear_empty)[(counts_E.shape[0], triton.cdiv(numel, ELEMENTS))](grad_EOI, counts_E, numel, BLOCK=ELEMENTS, num_warps=8)
+    grid = ends_E.shape[0], min(PROGRAMS_OF_GROUP, triton.cdiv(numel, ELEMENTS))
+    wrap_triton(_clear_empty)[grid](grad_EOI, ends_E, numel, BLOCK=ELEMENTS, num_warps=8)
     return grad_EOI
 
 
-_grouped = grouped(product, weight_gradient)
+def product(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """See `intarsia_models_common.moe.products.product`."""
+    return _product(x_MI, weight_EOI, ends_of(counts_E))
+
+
+def weight_gradient(grad_MO: Tensor, x_MI: Tensor, counts_E: Tensor) -> Tensor:
+    """See `intarsia_models_common.moe.products.weight_gradient`."""
+    return _weight_gradient(grad_MO, x_MI, ends_of(counts_E))
+
+
+_grouped = grouped(_product, _weight_gradient, ends_of)
 
 
 def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import wrap_triton
+
+from intarsia_kernels.direct import direct_op
 
 MAX_BLOCK = 4096
 """Columns that a program holds at once."""
@@ -84,7 +86,7 @@ def _launch(columns: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": 8 if block >= 4096 else 4 if block >= 512 else 1}
 
 
-@triton_op("intarsia::moe_permute", mutates_args={})
+@direct_op("intarsia::moe_permute")
 def spread(x_ND: Tensor, pairs_M: Tensor, k: int) -> Tensor:
     """[M, D]: x of each row's token, of contiguous x."""
     rows_MD = x_ND.new_empty(pairs_M.shape[0], x_ND.shape[1])
@@ -95,7 +97,7 @@ def spread(x_ND: Tensor, pairs_M: Tensor, k: int) -> Tensor:
     return rows_MD
 
 
-@triton_op("intarsia::moe_combine_gradient", mutates_args={})
+@direct_op("intarsia::moe_combine_gradient")
 def spread_weighted(grad_ND: Tensor, y_MD: Tensor, weights_NK: Tensor, pairs_M: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the rows [M, D] and, in float32, of the weights [N, K], from the combined rows' gradient."""
     grad_y_MD, grad_weights_NK = torch.empty_like(y_MD), torch.zeros_like(weights_NK, dtype=torch.float32)
@@ -115,7 +117,7 @@ def spread_weighted(grad_ND: Tensor, y_MD: Tensor, weights_NK: Tensor, pairs_M: 
     return grad_y_MD, grad_weights_NK
 
 
-@triton_op("intarsia::moe_gather", mutates_args={})
+@direct_op("intarsia::moe_gather")
 def gather(rows_MD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
     """[N, D]: the (weighted) sum of each token's rows."""
     tokens, k = places_NK.shape

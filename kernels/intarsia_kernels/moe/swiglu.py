@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import wrap_triton
+
+from intarsia_kernels.direct import direct_op
 
 BLOCK = 4096
 WARPS = 8
@@ -38,7 +40,7 @@ def _backward(dy_pointer, gate_pointer, up_pointer, dgate_pointer, dup_pointer, 
     tl.store(dup_pointer + offsets, (dy * gate * s).to(dup_pointer.dtype.element_ty), mask=mask)
 
 
-@triton_op("intarsia::swiglu_forward", mutates_args={})
+@direct_op("intarsia::swiglu_forward")
 def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     """y, of contiguous tensors of one shape and dtype."""
     y = torch.empty_like(gate)
@@ -47,7 +49,7 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-@triton_op("intarsia::swiglu_backward", mutates_args={})
+@direct_op("intarsia::swiglu_backward")
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up."""
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)

@@ -41,11 +41,12 @@ def count(counters: Tensor, counts_E: Tensor, scores_NE: Tensor, dropped: Tensor
         return
     shares_NE = scores_NE.float()
     shares_NE = shares_NE / shares_NE.sum(-1, keepdim=True).clamp_min(1e-20)
-    entropy = -torch.xlogy(shares_NE, shares_NE).sum()
-    tokens = counters.new_full((), scores_NE.shape[0])
-    none = counters.new_zeros(())
-    further = torch.stack([tokens, entropy.to(counters.dtype), none if dropped is None else dropped.to(counters.dtype)])
-    counters += torch.cat([counts_E.to(counters.dtype), further])
+    experts = counts_E.shape[0]
+    counters[:experts] += counts_E
+    counters[experts] += scores_NE.shape[0]
+    counters[experts + 1] += torch.special.entr(shares_NE).sum()
+    if dropped is not None:
+        counters[experts + 2] += dropped
 
 
 @count.register_fake

@@ -104,7 +104,9 @@ def sort_pairs(experts_NK: Tensor, experts: int) -> Order:
     keys_M, pairs_M = torch.sort(flat_M.to(torch.int16 if experts < 2**15 - 1 else torch.int64), stable=True)
     numbers = torch.arange(experts + 1, device=flat_M.device, dtype=keys_M.dtype)
     bounds_E1 = torch.searchsorted(keys_M, numbers)
-    return Order(pairs_M, invert(pairs_M, experts_NK.numel()).view(experts_NK.shape), bounds_E1.diff(), bounds_E1)
+    # Every pair has its place: nothing is left to mark, other than in `invert`.
+    places_M = torch.empty_like(pairs_M).scatter_(0, pairs_M, torch.arange(pairs_M.shape[0], device=pairs_M.device))
+    return Order(pairs_M, places_M.view(experts_NK.shape), bounds_E1.diff(), bounds_E1)
 
 
 def invert(places_M: Tensor, size: int) -> Tensor:

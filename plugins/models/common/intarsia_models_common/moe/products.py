@@ -68,21 +68,27 @@ def _flops(one: Sequence[int], other: Sequence[int], counts_E: Sequence[int], *,
     return 2 * one[0] * one[1] * other[1]
 
 
-def grouped(product: Product, weight_gradient: Product) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A differentiable `grouped_linear` from its two products: `product(x, W, counts)` and `weight_gradient(grad, x, counts)`. Kernels are made by it too."""
+def grouped(
+    product: Product, weight_gradient: Product, groups_of: Callable[[Tensor], Tensor] | None = None
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A differentiable `grouped_linear` from its two products: `product(x, W, counts)` and `weight_gradient(grad, x, counts)`. Kernels are made by it too.
+
+    Products that want the groups told otherwise get `groups_of(counts)`, made once for forward and backward.
+    """
 
     class GroupedLinear(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-            ctx.save_for_backward(x_MI, weight_EOI, counts_E)
-            return product(x_MI, weight_EOI, counts_E)
+            groups_E = counts_E if groups_of is None else groups_of(counts_E)
+            ctx.save_for_backward(x_MI, weight_EOI, groups_E)
+            return product(x_MI, weight_EOI, groups_E)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            x_MI, weight_EOI, counts_E = ctx.saved_tensors
+            x_MI, weight_EOI, groups_E = ctx.saved_tensors
             grad_MO = grads[0].contiguous()  # an expanded gradient has no strides that a product could use
-            grad_x = product(grad_MO, weight_EOI.transpose(1, 2), counts_E) if ctx.needs_input_grad[0] else None
-            grad_weight = weight_gradient(grad_MO, x_MI, counts_E) if ctx.needs_input_grad[1] else None
+            grad_x = product(grad_MO, weight_EOI.transpose(1, 2), groups_E) if ctx.needs_input_grad[0] else None
+            grad_weight = weight_gradient(grad_MO, x_MI, groups_E) if ctx.needs_input_grad[1] else None
             return grad_x, grad_weight, None
 
     return GroupedLinear.apply
