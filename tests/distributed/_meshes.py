@@ -172,6 +172,19 @@ def run_job(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return answer
 
 
+def run_command(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The command line with the job's `words`: the exit code and what was printed, in `rank`."""
+    from intarsia import logical
+    from intarsia.cli import main
+
+    logical.reset()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = main(job["words"])
+    logical.reset()
+    return {"rank": [code, printed.getvalue()]}
+
+
 def told(event: Mapping[str, Any]) -> dict[str, float]:
     """What a step's event says of numbers."""
     return {"loss": event["loss"], "gradient_norm": event["gradient_norm"], **event["metrics"]}

@@ -61,7 +61,7 @@ def steered(layer: MoE, to: list[int] | None) -> MoE:
 
 def cut(layer: MoE, dispatcher: DispatcherConfig, comm: Communicator) -> MoE:
     """This rank's part of the layer, by the role's own cuts and dispatcher."""
-    role = build_role(ExpertConfig(dispatcher=dispatcher))
+    role = build_role(ExpertConfig(dispatcher=dispatcher, uneven=True))
     sizes = {"ep": comm.size}
     role.check("layers.0.feed_forward.experts", layer.experts, sizes)
     shares = experts_of(layer.experts.experts, comm.size)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _meshes import Meshes
 from _spawn import spawn
 
 SMALL = ["--sequence", "13", "--rows", "2"]
@@ -23,10 +26,15 @@ def command(*words: str) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
-def command_of_third_party(folder: str, *words: str) -> tuple[int, str]:
-    """The same where the example of a third party's family is installed: its metadata in `folder`, its code where it stands."""
+def commands_of_third_party(folder: str, subjects: dict[str, str]) -> dict[str, tuple[int, str]]:
+    """The same, for each subject on its mesh, where the example of a third party's family is installed: its metadata in `folder`, its code where it stands."""
     sys.path[:0] = [folder, str(Path(__file__).parents[2] / "examples" / "model")]
-    return command(*words)
+    outcomes, store = {}, os.environ["INTARSIA_RENDEZVOUS"]
+    for number, (subject, mesh) in enumerate(subjects.items()):
+        # Processes meet once through a file.
+        os.environ["INTARSIA_RENDEZVOUS"] = f"{store}-{number}"
+        outcomes[subject] = command(subject, "--mesh", mesh, *SMALL)
+    return outcomes
 
 
 def broken_command(*words: str) -> tuple[int, str]:
@@ -35,6 +43,20 @@ def broken_command(*words: str) -> tuple[int, str]:
 
     row.scatter_sum = lambda x, dim, counts, comm, what: x.split(counts, dim)[comm.rank]
     return command(*words)
+
+
+@pytest.fixture(scope="module")
+def meshes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Meshes]:
+    """Processes for all tests whose commands leave a process as it was."""
+    with Meshes(tmp_path_factory.mktemp("tensor"), 4) as made:
+        yield made
+
+
+def on_ranks(meshes: Meshes, ranks: int, *words: str) -> list[tuple[int, str]]:
+    """The command's exit codes and what it printed, by rank."""
+    answer = meshes.run([{"name": "command", "ranks": ranks, "call": "run_command", "words": words}])["command"]
+    assert "error" not in answer, answer["error"]
+    return [(code, text) for code, text in answer["by_rank"]]
 
 
 @pytest.mark.parametrize(
@@ -48,22 +70,23 @@ def broken_command(*words: str) -> tuple[int, str]:
         ("tp=2,cp=2", 4, []),
     ],
 )
-def test_llama3_equals_one_process(mesh, ranks, further):
-    outcomes = spawn(command, ranks, "llama3", "--mesh", mesh, *SMALL, *further, world=False)
+def test_llama3_equals_one_process(mesh, ranks, further, meshes):
+    outcomes = on_ranks(meshes, ranks, "parallel", "check", "llama3", "--mesh", mesh, *SMALL, *further)
     assert [code for code, _ in outcomes] == [0] * ranks, outcomes[0][1]
     assert "Equal to one process within 1e-05: outputs, loss and 3" in outcomes[0][1]
 
 
-@pytest.mark.parametrize(("subject", "mesh"), [("acme-parallel:parallel", "tp=2"), ("parallel", "cp=2")])
-def test_a_third_partys_family_equals_one_process(subject, mesh, tmp_path):
+def test_a_third_partys_family_equals_one_process(tmp_path):
     """By its short and its full name, without a line about it anywhere but in its own distribution."""
     metadata = tmp_path / "acme_parallel-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-parallel\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[intarsia]\nparallel = acme_parallel.plugin\n")
-    outcomes = spawn(command_of_third_party, 2, str(tmp_path), subject, "--mesh", mesh, *SMALL, world=False)
-    assert [code for code, _ in outcomes] == [0, 0], outcomes[0][1]
-    assert "parallel-debug on" in outcomes[0][1] and "Equal to one process" in outcomes[0][1]
+    subjects = {"acme-parallel:parallel": "tp=2", "parallel": "cp=2"}
+    outcomes = spawn(commands_of_third_party, 2, str(tmp_path), subjects, world=False)
+    for subject in subjects:
+        assert [outcome[subject][0] for outcome in outcomes] == [0, 0], outcomes[0][subject][1]
+        assert "parallel-debug on" in outcomes[0][subject][1] and "Equal to one process" in outcomes[0][subject][1]
 
 
 def test_what_differs_is_named_with_its_role():
@@ -74,14 +97,8 @@ def test_what_differs_is_named_with_its_role():
     assert "layers.0.attention.wq.weight" in text and "column" in text
 
 
-def test_the_trainer_runs_a_tensor_parallel_mesh(tmp_path):
-    outcomes = spawn(train, 2, str(tmp_path), world=False)
-    assert outcomes == [0, 0]
-
-
-def train(directory: str) -> int:
+def test_the_trainer_runs_a_tensor_parallel_mesh(meshes, tmp_path):
     """Two steps of training, as the command line does them."""
-    from intarsia.cli import main
-
     recipe = ["llama3/debug", "mesh.tp=2", "train.steps=2", "train.global_batch=2", "train.micro_batch=1", "train.sequence_length=33"]
-    return main(["train", *recipe, "evaluation.every=0", "--dir", f"{directory}/run", "--quiet"])
+    outcomes = on_ranks(meshes, 2, "train", *recipe, "evaluation.every=0", "--dir", f"{tmp_path}/run", "--quiet")
+    assert [code for code, _ in outcomes] == [0, 0], outcomes[0][1]
