@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,15 +25,10 @@ def command(*words: str) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
-def commands_of_third_party(folder: str, subjects: dict[str, str]) -> dict[str, tuple[int, str]]:
-    """The same, for each subject on its mesh, where the example of a third party's family is installed: its metadata in `folder`, its code where it stands."""
+def command_of_third_party(folder: str, *words: str) -> tuple[int, str]:
+    """The same where the example of a third party's family is installed: its metadata in `folder`, its code where it stands."""
     sys.path[:0] = [folder, str(Path(__file__).parents[2] / "examples" / "model")]
-    outcomes, store = {}, os.environ["INTARSIA_RENDEZVOUS"]
-    for number, (subject, mesh) in enumerate(subjects.items()):
-        # Processes meet once through a file.
-        os.environ["INTARSIA_RENDEZVOUS"] = f"{store}-{number}"
-        outcomes[subject] = command(subject, "--mesh", mesh, *SMALL)
-    return outcomes
+    return command(*words)
 
 
 def broken_command(*words: str) -> tuple[int, str]:
@@ -76,17 +70,16 @@ def test_llama3_equals_one_process(mesh, ranks, further, meshes):
     assert "Equal to one process within 1e-05: outputs, loss and 3" in outcomes[0][1]
 
 
-def test_a_third_partys_family_equals_one_process(tmp_path):
+@pytest.mark.parametrize(("subject", "mesh"), [("acme-parallel:parallel", "tp=2"), ("parallel", "cp=2")])
+def test_a_third_partys_family_equals_one_process(subject, mesh, tmp_path):
     """By its short and its full name, without a line about it anywhere but in its own distribution."""
     metadata = tmp_path / "acme_parallel-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-parallel\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[intarsia]\nparallel = acme_parallel.plugin\n")
-    subjects = {"acme-parallel:parallel": "tp=2", "parallel": "cp=2"}
-    outcomes = spawn(commands_of_third_party, 2, str(tmp_path), subjects, world=False)
-    for subject in subjects:
-        assert [outcome[subject][0] for outcome in outcomes] == [0, 0], outcomes[0][subject][1]
-        assert "parallel-debug on" in outcomes[0][subject][1] and "Equal to one process" in outcomes[0][subject][1]
+    outcomes = spawn(command_of_third_party, 2, str(tmp_path), subject, "--mesh", mesh, *SMALL, world=False)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes[0][1]
+    assert "parallel-debug on" in outcomes[0][1] and "Equal to one process" in outcomes[0][1]
 
 
 def test_what_differs_is_named_with_its_role():
