@@ -226,9 +226,9 @@ def test_only_the_boxes_bytes_are_read(pair, tmp_path, monkeypatch):
     plain = SafetensorsFile.read
     monkeypatch.setattr(SafetensorsFile, "read", lambda self, name, box=None: (read.append((name, box)), plain(self, name, box))[1])
     weights.read("layers.1.feed_forward.experts.w2", Box((5, 30, 0), (2, 10, 32)))
-    names = [f"model.layers.1.mlp.experts.{e}.down_proj.weight{suffix}" for e in (5, 6) for suffix in ("", "_scale_inv")]
-    assert [name for name, _ in read] == names
-    assert read[0][1] == Box((30, 0), (10, 32)) and read[1][1] == Box((1, 0), (1, 2))
+    names = [f"model.layers.1.mlp.experts.{e}.down_proj.weight{suffix}" for e in (5, 6) for suffix in ("_scale_inv", "")]
+    assert [name for name, _ in read] == names, "scales first: what cannot be is told before weights are read"
+    assert read[0][1] == Box((1, 0), (1, 2)) and read[1][1] == Box((30, 0), (10, 32))
 
 
 @pytest.mark.parametrize(

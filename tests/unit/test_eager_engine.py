@@ -17,6 +17,7 @@ from intarsia_eager.context import TrainContext
 from intarsia_eager.cross_entropy import CrossEntropy
 from intarsia_eager.engine import EagerEngine, build
 from intarsia_eager.following import FOLLOWING, FOLLOWING_LABELS, with_following
+from intarsia_eager.not_finite import as_written
 from torch import Tensor, nn
 
 VOCABULARY = 12
@@ -220,3 +221,24 @@ def test_what_is_not_finite_is_named_with_its_micro_batch() -> None:
     text = engine.explain_not_finite(batches, 1.0, WithGradients(), SelfCommunicator())  # type: ignore[arg-type]
     assert "First offending module: the model (Wrong), output of forward, on rank 0, in micro-batch 1 (samples 41, 42)." in text
     assert isinstance(engine.micro_batch(batches[0], 1.0), LossSum)
+
+
+def test_regions_are_compiled_again_once_the_last_thread_has_looked() -> None:
+    """Ranks that are threads of one process leave in any order; the compiler's stance is the process's."""
+    compiled: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(str(graph))
+        return graph.forward
+
+    def double(x: Tensor) -> Tensor:
+        return x + x
+
+    region = torch.compile(double, backend=backend, fullgraph=True)
+    first, second = as_written(), as_written()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert region(torch.ones(2)).tolist() == [2, 2] and not compiled, "one is still within"
+    second.__exit__(None, None, None)
+    assert region(torch.ones(2)).tolist() == [2, 2] and len(compiled) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ from intarsia.contracts import Batch, ShardedModel
 from torch import Tensor, nn
 
 Find = Callable[[Batch, float], Mapping[str, Any] | None]
+
+# The compiler's stance is the process's: one entry for each thread that runs compiled regions as written, all of them the first one's.
+_STANCES: list[Any] = []
+_LOCK = threading.Lock()
 
 
 def explain_not_finite(find: Find, batches: Sequence[Batch], scale: float, sharded: ShardedModel, world: Communicator) -> str:
@@ -57,9 +62,25 @@ def _bad_gradient(sharded: ShardedModel, rank: int) -> dict[str, Any] | None:
     return None
 
 
-def as_written() -> contextlib.AbstractContextManager[Any]:
-    """Compiled regions run as written: hooks inside them are not called otherwise. Where nothing was compiled, dynamo stays unimported."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Compiled regions run as written: hooks inside them are not called otherwise. Where nothing was compiled, dynamo stays unimported.
+
+    Threads may be within at once, and leave in any order: the last one out restores what the first one found.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with _LOCK:
+        # Made, it is in force.
+        _STANCES.append(_STANCES[0] if _STANCES else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _LOCK:
+            stance = _STANCES.pop()
+            if not _STANCES:
+                stance.__exit__(None, None, None)
 
 
 def _finite(tensor: Tensor) -> bool:
