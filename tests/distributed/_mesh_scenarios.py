@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 PIPELINE = ("engine=pipeline",)
+# Two micro-batches in a step of 8 rows on one data rank: accumulation, with no more passes than it takes.
+HALVES = ("train.micro_batch=4",)
 RECOMPUTE = ("recompute.mode=blocks",)
 # Schedules with several stages on each rank.
 SEVERAL = ("interleaved", "zbv", "dualpipev")
@@ -35,12 +37,12 @@ def micro_batch(schedule: str, ranks: int) -> int:
 def tensor() -> list[dict[str, Any]]:
     """tp, with more ranks than key/value heads; sequences that tp does not divide."""
     return [
-        scenario("llama-tp2", 2, "llama", "mesh.tp=2"),
-        scenario("llama-tp2-tied-recompute", 2, "llama_tied", "mesh.tp=2", *RECOMPUTE),
-        scenario("llama-tp4", 4, "llama", "mesh.tp=4"),
+        scenario("llama-tp2", 2, "llama", "mesh.tp=2", *HALVES),
+        scenario("llama-tp2-tied-recompute", 2, "llama_tied", "mesh.tp=2", *HALVES, *RECOMPUTE),
+        scenario("llama-tp4", 4, "llama", "mesh.tp=4", *HALVES),
         scenario("llama-tp2-dp2-muon", 4, "llama_muon", "mesh.tp=2", "train.micro_batch=3"),
-        scenario("deepseek-tp2", 2, "deepseek", "mesh.tp=2"),
-        scenario("deepseek-tp4-recompute", 4, "deepseek", "mesh.tp=4", *RECOMPUTE),
+        scenario("deepseek-tp2", 2, "deepseek", "mesh.tp=2", *HALVES),
+        scenario("deepseek-tp4-recompute", 4, "deepseek", "mesh.tp=4", *HALVES, *RECOMPUTE),
         scenario("deepseek-tp2-tied", 2, "deepseek_tied", "mesh.tp=2", "train.micro_batch=8"),
     ]
 
@@ -50,12 +52,10 @@ def sequences() -> list[dict[str, Any]]:
     made = []
     for ranks in (2, 4):
         for method in ("ring", "gather", "ulysses"):
-            made.append(scenario(f"llama-cp{ranks}-{method}", ranks, "llama", f"mesh.cp={ranks}", "train.micro_batch=4", *context(method)))
+            made.append(scenario(f"llama-cp{ranks}-{method}", ranks, "llama", f"mesh.cp={ranks}", *HALVES, *context(method)))
             further = RECOMPUTE if method == "ring" else ()
             made.append(
-                scenario(
-                    f"deepseek-cp{ranks}-{method}", ranks, "deepseek", f"mesh.cp={ranks}", "train.micro_batch=4", *context(method), *further
-                )
+                scenario(f"deepseek-cp{ranks}-{method}", ranks, "deepseek", f"mesh.cp={ranks}", *HALVES, *context(method), *further)
             )
     return made
 
@@ -69,8 +69,8 @@ def experts() -> list[dict[str, Any]]:
         scenario("deepseek-ep4", 4, "deepseek", "mesh.ep=4", "train.micro_batch=1"),
         scenario("deepseek-ep4-fixed", 4, "deepseek", "mesh.ep=4", *FIXED),
         scenario("deepseek-ep2-dp4-replicas", 4, "deepseek", "mesh.ep=2", "mesh.dp_replicate=2", "mesh.dp_shard=2"),
-        scenario("deepseek-ep4-tp2-cp2", 4, "deepseek", "mesh.ep=4", "mesh.tp=2", "mesh.cp=2"),
-        scenario("deepseek-ep2-tp2-fixed", 2, "deepseek", "mesh.ep=2", "mesh.tp=2", *FIXED),
+        scenario("deepseek-ep4-tp2-cp2", 4, "deepseek", "mesh.ep=4", "mesh.tp=2", "mesh.cp=2", *HALVES),
+        scenario("deepseek-ep2-tp2-fixed", 2, "deepseek", "mesh.ep=2", "mesh.tp=2", *HALVES, *FIXED),
     ]
 
 
@@ -120,8 +120,8 @@ def mixed() -> list[dict[str, Any]]:
             *FIXED,
         ),
         scenario("deepseek-muon-pp2-ep2-dp2", 4, "deepseek_muon", *pp2, "mesh.ep=2", "mesh.dp_shard=2", *pipeline("interleaved")),
-        scenario("llama-tied-pp2-tp2", 4, "llama_tied", "mesh.pp=2", "mesh.tp=2", *PIPELINE, *RECOMPUTE),
-        scenario("deepseek-tied-pp2-tp2", 4, "deepseek_tied", "mesh.pp=2", "mesh.tp=2", *pipeline("zb_h1")),
+        scenario("llama-tied-pp2-tp2", 4, "llama_tied", "mesh.pp=2", "mesh.tp=2", *HALVES, *PIPELINE, *RECOMPUTE),
+        scenario("deepseek-tied-pp2-tp2", 4, "deepseek_tied", "mesh.pp=2", "mesh.tp=2", *HALVES, *pipeline("zb_h1")),
         scenario("deepseek-tied-pp2-replicas", 4, "deepseek_tied", *pp2, "mesh.dp_replicate=2", *pipeline("gpipe")),
     ]
 
