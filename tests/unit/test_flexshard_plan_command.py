@@ -107,7 +107,9 @@ def test_the_plan_is_what_the_runtime_allocates(
     if on_device:
         monkeypatch.setattr(runtime, "Lanes", OnDevice)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        empty = torch.empty
+        with torch.device("meta"):  # What this context changes is looked up once in a process: not while `empty` is another one.
+            empty = torch.empty
+            empty(0)
         monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **how: empty(*sizes, **how))
     recipe = recipe_of(*overrides)
     plan = make_plan(recipe, check_mesh(recipe.mesh, world), plugins.current(), on_device)

@@ -44,6 +44,8 @@ def check_fresh(model: nn.Module) -> None:
 def take_place(module: nn.Module, attribute: str, whole: nn.Parameter, bucket: str, shape: Sequence[int]) -> None:
     """Make `whole`, which will have `shape`, the module's parameter. What was set on the old one as Python attributes stays. Raises PluginError where
     the old one has another shape: cuts before the sharder did not leave what they say."""
+    if getattr(module, attribute) is whole:  # A module that has several names comes by each of them.
+        return
     before = tuple(getattr(module, attribute).shape)
     if before != tuple(shape):
         raise PluginError(
