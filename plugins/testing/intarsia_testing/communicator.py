@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from intarsia import logical
 from intarsia.comm import Communicator, ReduceOp
 from intarsia.contracts import Transport
 from intarsia.errors import DistributedError
@@ -117,6 +118,9 @@ def run_ranks(size: int, work: Callable[[Communicator], Result], timeout_s: floa
             errors.append(error)
             with contextlib.suppress(Exception):
                 world.barrier.abort()
+        finally:
+            # What a rank installed would be there for threads that have nothing of their own: later tests.
+            logical.reset()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True, name=f"rank-{rank}") for rank in range(size)]
     for thread in threads:
