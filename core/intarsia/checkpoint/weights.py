@@ -17,19 +17,6 @@ from intarsia.errors import CheckpointError, UsageError, did_you_mean
 if TYPE_CHECKING:
     from intarsia.plugins import Plugins
 
-NO_MATTER = (
-    "max_positions",
-    "initial_std",
-    "embedding_std",
-    "bias_rate",
-    "balance_loss",
-    "sequence_loss",
-    "sequence",
-    "z_loss",
-    "jitter",
-    "dispatcher",
-)
-
 
 def check_fit(weights: WeightReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """CheckpointError, with all that is wrong, unless the weights have exactly the names and shapes that a model wants."""
@@ -47,10 +34,20 @@ def check_fit(weights: WeightReader, wanted: Mapping[str, tuple[int, ...]]) -> N
 
 
 def model_differences(recipe: Recipe, model: ModelConfig, plugins: Plugins) -> list[str]:
-    """Where a recipe's model computes something else than `model`, both sides of each. How parameters start is no matter, nor are `max_positions` and what keeps experts busy in training."""
+    """Where a recipe's model computes something else than `model`, both sides of each. Fields whose metadata say `"computes": False` are no matter (`intarsia.config.Config`)."""
     one, other = (flatten(each, plugins) for each in (recipe, chz.replace(recipe, model=model)))
-    paths = [path for path in one | other if path.startswith("model") and path.rpartition(".")[2] not in NO_MATTER]
+    skipped = _no_matter(recipe.model) | _no_matter(model)
+    paths = [path for path in one | other if path.startswith("model") and not skipped & set(path.split("."))]
     return [f"{path} is {one.get(path)!r}, there {other.get(path)!r}" for path in paths if one.get(path) != other.get(path)]
+
+
+def _no_matter(node: object) -> set[str]:
+    """Names of the fields of a config, and of those within, whose metadata say that the model computes the same whatever they are."""
+    if isinstance(node, tuple):
+        return set().union(*map(_no_matter, node))
+    fields = chz.chz_fields(node) if chz.is_chz(node) else {}
+    own = {name for name, field in fields.items() if (field.metadata or {}).get("computes") is False}
+    return own.union(*(_no_matter(getattr(node, name)) for name in fields))
 
 
 def open_weights(path: str | os.PathLike[str], plugins: Plugins | None = None) -> WeightReader:

@@ -10,7 +10,10 @@ import chz
 
 @chz.chz(typecheck=True)
 class Config:
-    """Any node of a recipe. Fields are plain values (bool, int, float, str, None), tuples of them, nodes, tuples of nodes, or mappings from str."""
+    """Any node of a recipe. Fields are plain values (bool, int, float, str, None), tuples of them, nodes, tuples of nodes, or mappings from str.
+
+    `metadata={"computes": False}` on a field of a model's configs: a model computes the same from the same weights whatever it is (how parameters start, say).
+    """
 
 
 @chz.chz(typecheck=True)
@@ -24,7 +27,7 @@ class ModelConfig(Config):
 
     vocab_size: int = chz.field(doc="Token ids that the model knows; the tokenizer has at most as many.")
     dim: int = chz.field(doc="Width of the residual stream.")
-    max_positions: int = chz.field(doc="Longest sequence.")
+    max_positions: int = chz.field(doc="Longest sequence.", metadata={"computes": False})
 
 
 @chz.chz(typecheck=True)

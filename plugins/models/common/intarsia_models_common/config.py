@@ -165,9 +165,11 @@ class LanguageModelConfig(ModelConfig):
     rope: RopeConfig = chz.field(default_factory=RopeConfig, doc="Rotary positions, one table for all layers.")
     tied: bool = chz.field(default=False, doc="The output projection is the embedding.")
     initial_std: float = chz.field(
-        default=0.02, doc="Standard deviation of projections at the start; outputs of blocks get this / sqrt(2 layers)."
+        default=0.02,
+        doc="Standard deviation of projections at the start; outputs of blocks get this / sqrt(2 layers).",
+        metadata={"computes": False},
     )
-    embedding_std: float = chz.field(default=0.02, doc="Standard deviation of embeddings at the start.")
+    embedding_std: float = chz.field(default=0.02, doc="Standard deviation of embeddings at the start.", metadata={"computes": False})
 
     @chz.validate
     def _stds_are_finite(self) -> None:

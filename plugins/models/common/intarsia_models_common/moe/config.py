@@ -24,13 +24,22 @@ class RouterConfig(ComponentConfig):
     bias_rate: float | None = chz.field(
         default=None,
         doc="Balance by a bias on selection alone, moved by this much against each expert's load once a step; none: no bias; 0: one that stays.",
+        metadata={"computes": False},
     )
-    balance_loss: float = chz.field(default=0.0, doc="Coefficient of the auxiliary loss over the batch, in units of the loss for a token.")
-    sequence_loss: float = chz.field(default=0.0, doc="Coefficient of the auxiliary loss within each sequence.")
-    sequence: str = chz.field(default="row", doc="What a sequence is to sequence_loss: row or document.")
-    z_loss: float = chz.field(default=0.0, doc="Coefficient of the mean squared logsumexp of a token's logits.")
+    balance_loss: float = chz.field(
+        default=0.0, doc="Coefficient of the auxiliary loss over the batch, in units of the loss for a token.", metadata={"computes": False}
+    )
+    sequence_loss: float = chz.field(
+        default=0.0, doc="Coefficient of the auxiliary loss within each sequence.", metadata={"computes": False}
+    )
+    sequence: str = chz.field(default="row", doc="What a sequence is to sequence_loss: row or document.", metadata={"computes": False})
+    z_loss: float = chz.field(
+        default=0.0, doc="Coefficient of the mean squared logsumexp of a token's logits.", metadata={"computes": False}
+    )
     jitter: float = chz.field(
-        default=0.0, doc="In training the router's input is multiplied by numbers drawn from 1 - jitter to 1 + jitter."
+        default=0.0,
+        doc="In training the router's input is multiplied by numbers drawn from 1 - jitter to 1 + jitter.",
+        metadata={"computes": False},
     )
 
     @chz.validate
@@ -124,6 +133,7 @@ class MoEConfig(FeedForwardConfig):
     dispatcher: DispatcherConfig = chz.field(
         default_factory=LocalConfig,
         doc="How tokens come to their experts where all are on one rank; parallel.dispatcher says it for several.",
+        metadata={"computes": False},
     )
 
     @chz.validate
