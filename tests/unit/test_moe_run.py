@@ -86,6 +86,9 @@ def test_the_heat_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["moe", "report", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 20" and "layer 1 |++++|" in lines[2] and "layer 2 |@@  |" in lines[3] and "dropped 12.50%" in lines[3]
+    with open(tmp_path / "events.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(events[-1] | {"step": 30})[:-20])  # the run is writing a line
+    assert [event["step"] for event in events_of(tmp_path)] == [10, 20]
     assert len(list(report(tmp_path, layer="2"))) == 4 and "step 10" in next(iter(report(tmp_path, step=10)))
     wide = list(heat_map({"a": {"load": [1 / 256] * 256, "entropy": 0.0, "dropped": 0.0, "max_violation": 0.0}}))
     assert "2 to a character" in wide[0] and "+" * 128 in wide[1]

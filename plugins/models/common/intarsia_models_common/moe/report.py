@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from intarsia.errors import UsageError, did_you_mean
+from intarsia.train.events import FILE
 
 SHADES = " .:-=+*#%@"
 COLUMNS = 128
@@ -33,16 +34,21 @@ class MoECommand:
 
 
 def events_of(directory: Path) -> list[dict[str, Any]]:
-    """The events `moe` of a run, in order; a step that was run again after a resume counts as it ran last."""
-    path = directory / "events.jsonl"
+    """The events `moe` of a run, in order; a step that was run again after a resume counts as it ran last. A line that is not whole (the run is writing it, or was
+    killed while it did) is left out."""
+    path = directory / FILE
     if not path.is_file():
         raise UsageError(f"{path} is not there: name the directory of a run.")
     found: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if '"moe"' in line:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if '"moe"' not in line:
+            continue
+        try:
             event = json.loads(line)
-            if event.get("event") == "moe":
-                found[event["step"]] = event
+        except ValueError:
+            continue
+        if isinstance(event, dict) and event.get("event") == "moe":
+            found[event["step"]] = event
     if not found:
         raise UsageError(f"{path} has no event `moe`: the model has no routers, or no step was logged (train.log_every).")
     return [found[step] for step in sorted(found)]
