@@ -92,6 +92,7 @@ def test_the_heat_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(list(report(tmp_path, layer="2"))) == 4 and "step 10" in next(iter(report(tmp_path, step=10)))
     wide = list(heat_map({"a": {"load": [1 / 256] * 256, "entropy": 0.0, "dropped": 0.0, "max_violation": 0.0}}))
     assert "2 to a character" in wide[0] and "+" * 128 in wide[1]
+    assert "entropy not finite" in list(heat_map({"a": balanced | {"entropy": None}}))[1]
     for arguments, text in (({"layer": "3"}, "no layer '3'"), ({"step": 14}, "Nearest: 10")):
         with pytest.raises(UsageError, match=text):
             list(report(tmp_path, **arguments))

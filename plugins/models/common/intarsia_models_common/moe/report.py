@@ -81,7 +81,9 @@ def heat_map(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for label, facts in rows.items():
         shades = "".join(shade(value) for value in _joined(facts["load"], joined))
         dropped = f" dropped {facts['dropped']:.2%}" if facts["dropped"] else ""
-        yield f"{label:>{widest}} |{shades}| max violation {facts['max_violation']:.2f} entropy {facts['entropy']:.2f}{dropped}"
+        # A router whose scores are not finite has chosen experts nevertheless; events have null for such numbers.
+        entropy = "not finite" if facts["entropy"] is None else f"{facts['entropy']:.2f}"
+        yield f"{label:>{widest}} |{shades}| max violation {facts['max_violation']:.2f} entropy {entropy}{dropped}"
 
 
 def _joined(load: Sequence[float], width: int) -> list[float]:
