@@ -12,47 +12,33 @@ INTARSIA_API = 1
 _MOE = "intarsia_kernels.moe"
 
 
+def _triton(op: str, module: str, doc: str) -> KernelEntry:
+    """One that moves rows or numbers and sums in float32: so it is invariant whatever the dtype."""
+    return KernelEntry(
+        name=f"{op}/triton",
+        op=op,
+        target=f"{_MOE}.{module}:{op}",
+        doc=doc,
+        needs=("cuda", "triton"),
+        dtypes=("float32", "bfloat16", "float16"),
+        bounds={"*@float32": 2e-5, "*@bfloat16": 1e-2, "*@float16": 2e-3},
+        invariant=True,
+        in_compile=True,
+        priority=10,
+    )
+
+
 @hookimpl
 def offer_kernels() -> Sequence[KernelEntry]:
     """For the operators of `intarsia_models_common.moe`, and `swiglu`."""
-    wide = {"*@float32": 2e-5, "*@bfloat16": 1e-2, "*@float16": 2e-3}
     return [
-        KernelEntry(
-            name="permute/triton",
-            op="permute",
-            target=f"{_MOE}.rows:permute",
-            doc="A program for a row; a token's gradient is summed in float32 by one program.",
-            needs=("cuda", "triton"),
-            dtypes=("float32", "bfloat16", "float16"),
-            bounds=wide,
-            invariant=True,
-            in_compile=True,
-            priority=10,
+        _triton("permute", "rows", "A program for a row; a token's gradient is summed in float32 by one program."),
+        _triton(
+            "combine",
+            "rows",
+            "A token's rows are weighted and summed in float32 by one program; backward gives rows and weights their gradients in one pass.",
         ),
-        KernelEntry(
-            name="combine/triton",
-            op="combine",
-            target=f"{_MOE}.rows:combine",
-            doc="A token's rows are weighted and summed in float32 by one program; backward gives rows and weights their gradients in one pass.",
-            needs=("cuda", "triton"),
-            dtypes=("float32", "bfloat16", "float16"),
-            bounds=wide,
-            invariant=True,
-            in_compile=True,
-            priority=10,
-        ),
-        KernelEntry(
-            name="swiglu/triton",
-            op="swiglu",
-            target=f"{_MOE}.swiglu:swiglu",
-            doc="silu(gate) * up in one pass, and both gradients in one.",
-            needs=("cuda", "triton"),
-            dtypes=("float32", "bfloat16", "float16"),
-            bounds=wide,
-            invariant=True,
-            in_compile=True,
-            priority=10,
-        ),
+        _triton("swiglu", "swiglu", "silu(gate) * up in one pass, and both gradients in one."),
         KernelEntry(
             name="grouped_linear/grouped_mm",
             op="grouped_linear",
