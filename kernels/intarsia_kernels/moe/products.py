@@ -85,11 +85,6 @@ def _weight_gradient(grad_MO: Tensor, x_MI: Tensor, ends_E: Tensor) -> Tensor:
     return grad_EOI
 
 
-def product(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """See `intarsia_models_common.moe.products.product`."""
-    return _product(x_MI, weight_EOI, ends_of(counts_E))
-
-
 def weight_gradient(grad_MO: Tensor, x_MI: Tensor, counts_E: Tensor) -> Tensor:
     """See `intarsia_models_common.moe.products.weight_gradient`."""
     return _weight_gradient(grad_MO, x_MI, ends_of(counts_E))
