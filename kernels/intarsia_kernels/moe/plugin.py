@@ -13,7 +13,7 @@ _MOE = "intarsia_kernels.moe"
 
 
 def _triton(op: str, module: str, doc: str) -> KernelEntry:
-    """One that moves rows or numbers and sums in float32: so it is invariant whatever the dtype."""
+    """One that treats each row by itself and sums in float32: a row's result depends on no other."""
     return KernelEntry(
         name=f"{op}/triton",
         op=op,
