@@ -312,6 +312,14 @@ def join_master(high: Tensor, low: Tensor) -> Tensor:
     return (high.view(torch.int16).int() * 2**16 + low).view(torch.float32)
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that checkpoints and weights hold, by name. Stability: provisional."""
+    skipped = {
+        f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules() for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name not in skipped}
+
+
 def materialise_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
     """Put every buffer of `model` on `device`: those on the meta device are drawn (by `model.inits()`) or, if not persistent, recomputed by the
     model's `fill_buffers`. Raises PluginError for a persistent buffer on the meta device that has no initial value. Stability: provisional."""

@@ -6,7 +6,7 @@ import dataclasses
 import random
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +14,7 @@ from torch import nn
 from intarsia.checkpoint.weights import check_fit
 from intarsia.contracts import Optimizer, Run, ShardedModel, StateItem, WeightReader
 from intarsia.layout import whole_region
-
-if TYPE_CHECKING:
-    from intarsia.parameters import ParameterTable
+from intarsia.parameters import ParameterTable, persistent_buffers
 
 
 def _tensor_item(owner: str, name: str, table: ParameterTable, parameter: str, tensor: torch.Tensor) -> StateItem:
@@ -32,19 +30,11 @@ class ModelState:
     def __init__(self, model: nn.Module, sharded: ShardedModel, table: ParameterTable):
         self._model, self._sharded, self._table = model, sharded, table
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        skipped = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in self._model.named_modules()
-            for name in module._non_persistent_buffers_set
-        }
-        return {name: buffer for name, buffer in self._model.named_buffers() if name not in skipped}
-
     def state(self) -> list[StateItem]:
         """See `intarsia.contracts.Stateful`."""
         masters = self._sharded.masters().items()
         items = [_tensor_item("model", name, self._table, name, value.detach()) for name, value in masters]
-        return items + [StateItem("model", name, "replicated", buffer) for name, buffer in self._buffers().items()]
+        return items + [StateItem("model", name, "replicated", buffer) for name, buffer in persistent_buffers(self._model).items()]
 
     def fill(self, weights: WeightReader) -> None:
         """Take weights of the same names and shapes; each rank reads only the boxes that it stores. CheckpointError lists what does not fit."""
@@ -64,7 +54,7 @@ class ModelState:
 
     def load_state(self, values: Mapping[str, Any], missing_rank_state: bool = False) -> None:
         """Masters are in the tensors that `state` gave; whatever was gathered from them is stale."""
-        for name, buffer in self._buffers().items():
+        for name, buffer in persistent_buffers(self._model).items():
             if name in values:
                 buffer.copy_(values[name])
         self._sharded.load_masters({name: values[name] for name in self._sharded.parameters() if name in values})

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from intarsia.contracts import Box, HFTable, ModelEntry
 from intarsia.errors import CheckpointError, IntarsiaError, UsageError, did_you_mean, nearest
+from intarsia.parameters import persistent_buffers
 from intarsia.plugins import Plugins, import_reference
 from torch import Tensor, nn
 
@@ -57,17 +58,9 @@ def rows_of(table: HFTable, model: nn.Module, config: Mapping[str, Any]) -> tupl
     """The table's rows for this model, tied names included, and the ties: alias to canonical name."""
     regions = model.regions()  # type: ignore[operator]
     sizes = integers(config)
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | set(kept_buffers(model))
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | set(persistent_buffers(model))
     rows = expand(table, len(regions.blocks), sizes.get(table.extra.get("experts_field", ""), 0), names=names, sizes=sizes)
     return rows, {alias: canonical for canonical, *others in regions.ties for alias in others}
-
-
-def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that checkpoints hold, by name."""
-    skipped = {
-        f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules() for name in module._non_persistent_buffers_set
-    }
-    return {name: buffer for name, buffer in model.named_buffers() if name not in skipped}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -100,7 +93,7 @@ class HFFolder:
         every, self._aliases = rows_of(self.table, built, self.config)
         self._rows = [row for row in every if row.op != "copy" and row.ours[0] not in self._aliases]
         self._twins = twins(every, self._aliases)
-        kept = kept_buffers(built)
+        kept = persistent_buffers(built)
         self.buffers = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in kept.items()}
         named = dict(built.named_parameters(remove_duplicate=False)) | kept
         self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items() if name not in self._aliases}

@@ -17,6 +17,7 @@ from intarsia.config import Recipe, Resolution, Resolved, TokenizerConfig, flatt
 from intarsia.config.checks import check
 from intarsia.contracts import Box, ModelEntry, StateKind
 from intarsia.errors import CheckpointError, NumericsError, UsageError, did_you_mean
+from intarsia.parameters import persistent_buffers
 from intarsia.plugins import current, import_reference
 from intarsia_checkpoint_formats.reader import Checkpoint, storage_of_run
 from intarsia_checkpoint_formats.weights import CheckpointWeights
@@ -24,7 +25,7 @@ from intarsia_checkpoint_formats.writer import write_checkpoint
 from torch import Tensor
 
 from intarsia_huggingface.config import TokenizerJsonConfig
-from intarsia_huggingface.folder import CONFIG, FLOATING, INDEX, SINGLE, HFFolder, integers, kept_buffers, row_boxes, rows_of, table_of
+from intarsia_huggingface.folder import CONFIG, FLOATING, INDEX, SINGLE, HFFolder, integers, row_boxes, rows_of, table_of
 from intarsia_huggingface.rules import Row, to_theirs
 from intarsia_huggingface.safetensors_file import Head, check_dtype, shards, write_file
 
@@ -152,7 +153,7 @@ class Export:
         self._rows = [row for row in every if row.ours[0] not in aliases]
         self._sizes, self._shapes = integers(self.config), weights.shapes()
         self._check(entry)
-        self._fixed = set(kept_buffers(built))  # what accumulates, such as selection biases, keeps its dtype
+        self._fixed = set(persistent_buffers(built))  # what accumulates, such as selection biases, keeps its dtype
         self._stored = {name: weights.checkpoint.manifest.tensors[f"model/{name}"].dtype for name in self._shapes}
         self._homes = {name: (row, index) for row in self._rows for index, name in enumerate(row.theirs)}
         stored = next(dtype for name, dtype in self._stored.items() if name not in self._fixed)

@@ -15,7 +15,7 @@ from intarsia.config import ModelConfig, TokenizerConfig
 from intarsia.contracts import Tokenizer, WeightReader
 from intarsia.errors import UsageError, did_you_mean
 from intarsia.layout import DTYPE_BYTES
-from intarsia.parameters import materialise_buffers
+from intarsia.parameters import materialise_buffers, persistent_buffers
 from intarsia.plugins import Plugins, current
 from intarsia_checkpoint_formats.weights import CheckpointWeights
 from torch import nn
@@ -77,11 +77,7 @@ def fill(weights: WeightReader, plugins: Plugins, device: torch.device, dtype: t
     aliases = {alias: canonical for canonical, *others in model.regions().ties for alias in others}
     modules = dict(model.named_modules(remove_duplicate=False))
     named = dict(model.named_parameters(remove_duplicate=False))
-    kept = {
-        name: buffer
-        for name, buffer in model.named_buffers()
-        if name.rpartition(".")[2] not in _transient(modules[name.rpartition(".")[0]])
-    }
+    kept = persistent_buffers(model)
     check_fit(weights, {name: tuple(tensor.shape) for name, tensor in (named | kept).items() if name not in aliases})
     for name in named:
         if name not in aliases:
@@ -96,10 +92,6 @@ def fill(weights: WeightReader, plugins: Plugins, device: torch.device, dtype: t
     for name in kept:
         model.get_buffer(name).copy_(weights.read(name))
     return model.eval()
-
-
-def _transient(module: nn.Module) -> set[str]:
-    return module._non_persistent_buffers_set
 
 
 def _tokenizer(choice: str | TokenizerConfig | None, weights: WeightReader, plugins: Plugins) -> Tokenizer:

@@ -21,7 +21,7 @@ from intarsia.config import ModelConfig
 from intarsia.contracts import Batch, Box, Entry, Mixer, ModelEntry
 from intarsia.errors import PluginError
 from intarsia.layout import whole_region
-from intarsia.parameters import ParameterTable, fill_region
+from intarsia.parameters import ParameterTable, fill_region, persistent_buffers
 from intarsia.plugins import current, import_reference
 from intarsia_eager.context import TrainContext
 from intarsia_eager.following import FOLLOWING, with_following
@@ -401,14 +401,12 @@ class ModelConformance(Conformance):
             _shape_config(back) == _shape_config(config),
             f"config -> theirs -> ours gives another config: {back} instead of {config}.",
         )
-        transient = {f"{prefix}.{name}" for prefix, module in model.named_modules() for name in module._non_persistent_buffers_set}
-        kept = {name: buffer for name, buffer in model.named_buffers() if name not in transient}
-        ours = {**dict(model.named_parameters()), **kept}
+        ours = {**dict(model.named_parameters()), **persistent_buffers(model)}
         aliases = {other: canonical for canonical, *others in model.regions().ties for other in others}
         sizes = {key: value for key, value in theirs.items() if isinstance(value, int)}
         rows_of = {name: tensor.shape[0] for name, tensor in model.named_parameters() if tensor.dim()}
         experts = sizes.get(table.extra.get("experts_field", ""), 0)
-        names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | set(kept)
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | persistent_buffers(model).keys()
         settings: dict[str, Any] = {"sizes": sizes, "aliases": aliases, "rows_of": rows_of, "experts": experts, "names": names}
         layers = len(model.regions().blocks)
         exported = apply_rules(table, ours, layers, "export", **settings)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from intarsia import ops
 from intarsia.contracts import ModelEntry
+from intarsia.parameters import persistent_buffers
 from intarsia.plugins import current, import_reference
 from intarsia_eager.context import TrainContext
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class ParityTests:
         with torch.no_grad():
             for parameter in model.parameters():  # so that norms are not all ones and biases not all zero
                 parameter.add_(self.noise * torch.randn_like(parameter))
-            for buffer in _kept(model).values():
+            for buffer in persistent_buffers(model).values():
                 if buffer.is_floating_point():
                     buffer.add_(self.noise * torch.randn_like(buffer))
         return model
@@ -61,7 +62,7 @@ class ParityTests:
         ours: Any = current().build(import_reference(table.config_to_ours)(theirs.config.to_dict()))
         tensors = self._convert(table, ours, self.as_files(theirs.state_dict()), "import", theirs)
         with torch.no_grad():
-            for name, parameter in {**dict(ours.named_parameters()), **_kept(ours)}.items():
+            for name, parameter in {**dict(ours.named_parameters()), **persistent_buffers(ours)}.items():
                 keep(
                     "parity",
                     tensors[name].shape == parameter.shape,
@@ -78,7 +79,7 @@ class ParityTests:
         rows_of = {name: parameter.shape[0] for name, parameter in ours.named_parameters() if parameter.dim()}
         experts = sizes.get(table.extra.get("experts_field", ""), 0)
         layers = len(ours.regions().blocks)
-        names = {name for name, _ in ours.named_parameters(remove_duplicate=False)} | set(_kept(ours))
+        names = {name for name, _ in ours.named_parameters(remove_duplicate=False)} | set(persistent_buffers(ours))
         return apply_rules(table, tensors, layers, direction, sizes=sizes, aliases=aliases, rows_of=rows_of, experts=experts, names=names)
 
     def _tokens(self, theirs: Any) -> Tensor:
@@ -113,7 +114,7 @@ class ParityTests:
         hidden_BSD, labels_N = ours(tokens_BS, self._context(tokens_BS)), tokens_BS[:, 1:].flatten()
         (ops.cross_entropy(hidden_BSD[:, :-1].flatten(0, 1), ours.head_weight_VD, labels_N) / labels_N.numel()).backward()
         gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-        converted = self._convert(table, ours, self.as_files({**gradients, **_kept(theirs)}), "import", theirs)
+        converted = self._convert(table, ours, self.as_files({**gradients, **persistent_buffers(theirs)}), "import", theirs)
         for name, parameter in ours.named_parameters():
             error = float((parameter.grad - converted[name]).abs().max() / converted[name].abs().max().clamp_min(1e-12))
             keep("parity", error <= 20 * self.tolerance, f"the gradient of {name} differs by {error:.2e} relative.")
@@ -121,18 +122,10 @@ class ParityTests:
     def test_export_gives_their_weights_back(self) -> None:
         """Export after import is the identity, and their class takes it strictly."""
         theirs, ours, table = self._both()
-        exported = self._convert(table, ours, {**dict(ours.named_parameters()), **_kept(ours)}, "export", theirs)
+        exported = self._convert(table, ours, {**dict(ours.named_parameters()), **persistent_buffers(ours)}, "export", theirs)
         state = self.as_files(theirs.state_dict())
         changed = [name for name, tensor in exported.items() if not torch.equal(tensor, state[name])]
         keep("parity", not changed, f"export after import changes {changed[:3]}.")
         tied = bool(getattr(theirs.config, "tie_word_embeddings", False))
         missing = [name for name in self.as_files(dict(theirs.named_parameters())) if name not in exported]
         keep("parity", not missing, f"export leaves out {missing[:3]} (tied: {tied}).")
-
-
-def _kept(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that checkpoints hold."""
-    skipped = {
-        f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules() for name in module._non_persistent_buffers_set
-    }
-    return {name: buffer for name, buffer in model.named_buffers() if name not in skipped}
