@@ -1,7 +1,5 @@
 """`python -m intarsia`, which is also what `torchrun -m intarsia` starts."""
 
-import sys
+from intarsia.cli import run
 
-from intarsia.cli import main
-
-sys.exit(main())
+run()

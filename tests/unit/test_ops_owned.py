@@ -14,6 +14,7 @@ from intarsia.contracts import Entry, KernelEntry
 from intarsia.errors import PluginError, UsageError
 from intarsia.hookspecs import hookimpl
 from intarsia.ops.operator import find
+from intarsia_testing.operator_calls import record
 
 FAKES = types.ModuleType("owned_operator_fakes")
 vars(FAKES).update(
@@ -72,7 +73,7 @@ def test_kernels_replace_it(load: Any) -> None:
     assert selection.choices["twice"].kernel == "acme-one:fast" and selection.facts()["twice"]["value"] == "acme-one:fast"
     with ops.installed(selection.choices):
         assert FAKES.twice(1) == 102
-        with ops.record() as calls:
+        with record() as calls:
             FAKES.twice(1)
         assert [(call.op, call.kernel) for call in calls] == [("twice", "acme-one:fast")]
     assert FAKES.twice(1) == 2

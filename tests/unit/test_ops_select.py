@@ -11,6 +11,7 @@ from intarsia import ops
 from intarsia.contracts import KernelEntry
 from intarsia.errors import UsageError
 from intarsia.ops.operator import find
+from intarsia_testing.operator_calls import record
 
 
 def shifted(x_ND, weight_D, eps):
@@ -144,7 +145,7 @@ def test_install_and_fall_back_with_a_reason_logged_once(caplog):
         assert ops.rms_norm(x, weight, 1e-5).min() > 50
         for _ in range(2):
             assert ops.rms_norm(x[:2], weight, 1e-5).max() < 50
-        with ops.record() as calls:
+        with record() as calls:
             ops.rms_norm(x, weight, eps=1e-5)
             ops.rms_norm(x[:2], weight, 1e-5)
     assert ops.rms_norm(x, weight, 1e-5).max() < 50, "what was in force before is in force again"
@@ -156,7 +157,7 @@ def test_install_and_fall_back_with_a_reason_logged_once(caplog):
 
 
 def test_recording_ends_with_its_block():
-    with ops.record() as calls:
+    with record() as calls:
         ops.swiglu(torch.ones(2), torch.ones(2))
     ops.swiglu(torch.ones(2), torch.ones(2))
     assert [call.op for call in calls] == ["swiglu"]

@@ -6,6 +6,8 @@ Exit codes: 0 done, 1 a bug of ours, 2 usage, 3 plugin, 4 numerics, 5 checkpoint
 from __future__ import annotations
 
 import argparse
+import atexit
+import logging
 import os
 import sys
 import traceback
@@ -54,6 +56,20 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
         raise UsageError(f"{message}\n{self.format_usage().strip()}\n`{self.prog} --help` says more.")
+
+
+def run() -> NoReturn:
+    """This process's whole life: `main`, then the end. Stability: private.
+
+    A rank ends at once behind its exit handlers. The interpreter's own end would come too early for the threads of its process groups: one that still lets go of
+    a tensor then aborts the process, and no call says when the last has (gloo's end with the group's last reference, which torch may hold).
+    """
+    code: list[int] = []
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # The first handler that is registered is the last that runs.
+        atexit.register(lambda: code and (logging.shutdown(), sys.stdout.flush(), sys.stderr.flush(), os._exit(*code)))
+    code.append(main())
+    sys.exit(*code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -89,7 +89,7 @@ class ProcessGroupCommunicator(Communicator):
             part.close()
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
-        # Only with the last reference do gloo's threads end. One that still lets go of a tensor while the interpreter ends would abort the process.
+        # Gloo's threads end with the group's last reference. A thread that outlives it is why a rank of the command ends as it does (`intarsia.cli.run`).
         self.__dict__.pop("group", None)
 
     # ------------------------------------------------------------ primitives

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from intarsia.ops.attention_reference import Packing
 from intarsia.ops.operator import (
-    Call,
     Choice,
     Operator,
     attention,
@@ -22,7 +21,6 @@ from intarsia.ops.operator import (
     installed,
     linear,
     operators,
-    record,
     rms_norm,
     rope,
     swiglu,
@@ -30,7 +28,6 @@ from intarsia.ops.operator import (
 from intarsia.ops.select import Selection, install, select
 
 __all__ = [
-    "Call",
     "Choice",
     "Operator",
     "Packing",
@@ -42,7 +39,6 @@ __all__ = [
     "installed",
     "linear",
     "operators",
-    "record",
     "rms_norm",
     "rope",
     "select",
