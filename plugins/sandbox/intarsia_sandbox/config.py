@@ -1,0 +1,20 @@
+"""Settings. Torch-free."""
+
+from __future__ import annotations
+
+import chz
+from intarsia.config.bases import Config
+
+
+@chz.chz(typecheck=True)
+class SandboxConfig(Config):
+    """Settings of a sandbox."""
+
+
+@chz.chz(typecheck=True)
+class ProcessSandboxConfig(SandboxConfig):
+    """Linux namespaces, resource limits and a filter of system calls."""
+
+    unconfined: bool = chz.field(
+        default=False, doc="Run even where the kernel gives no namespaces: with resource limits alone. Only for code that you trust."
+    )
