@@ -1,0 +1,1 @@
+"""What rewards mean, and the losses. Config and algorithm modules import no torch."""
