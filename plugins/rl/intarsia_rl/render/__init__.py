@@ -1,0 +1,1 @@
+"""Turns to tokens and back. Torch-free."""
