@@ -133,7 +133,9 @@ def build_parameters(built: Built) -> Any:
     """Stage parameters: the table, the paralleliser that cuts the model, and the sharder that takes the parameters over and fills them."""
     recipe = built.resolved.recipe
     precision = recipe.precision
-    built.table = ParameterTable.from_model(built.model, precision.master, precision.compute, precision.reduce, recipe.train.seed)
+    built.table = built.run.parts["table"] = ParameterTable.from_model(
+        built.model, precision.master, precision.compute, precision.reduce, recipe.train.seed
+    )
     parallelise(built)
     config: Config = recipe.sharder
     whole = [entry for entry in built.plugins.registry("sharder").entries() if entry.name == "whole"]
