@@ -1,0 +1,515 @@
+"""Several generators as one, and environment workers: requests go where there is room, and a process that dies costs time and nothing else.
+
+Both are built from a launcher and from contracts alone, and import no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from intarsia.config.bases import EnvironmentConfig
+from intarsia.config.recipe import Recipe
+from intarsia.contracts import Limits, Task, Turn
+from intarsia.contracts.environment import EnvironmentFailure
+from intarsia.errors import IntarsiaError, PluginError, UsageError
+from intarsia.plugins import Plugins, current
+
+from intarsia_rl.bases import GeneratorConfig
+from intarsia_rl.contracts import (
+    Generated,
+    GeneratorFacts,
+    GeneratorStats,
+    Process,
+    ProcessDied,
+    ProcessLauncher,
+    Request,
+    Routing,
+    WeightVersion,
+)
+from intarsia_rl.processes.keeper import Death, Keeper, Restarts, log
+from intarsia_rl.processes.plain import plain_config, plain_recipe
+from intarsia_rl.processes.remote import EnvironmentFacts, RemoteEpisode, RemoteGenerator, RemoteWorker, Scores, WorkerLost
+
+__all__ = ["Death", "EnvironmentFacts", "GeneratorPool", "Restarts", "Scores", "WorkerPool"]
+
+InFlight = Literal["continue", "drain"]
+Boundary = Literal["environment", "scorer"]
+
+REPEATS = 3
+"""How many generators a request may outlive before it is taken to be what kills them."""
+
+PAGE = 2048
+"""Tasks that a worker sends at a time."""
+
+
+@dataclasses.dataclass(eq=False)
+class GeneratorMember:
+    """A generator that serves: how many requests it has, the version it took last, and when it was last seen to move (`time.monotonic()`)."""
+
+    generator: RemoteGenerator
+    requests: int = 0
+    updating: int = 0
+    version: int | None = None
+    stats: GeneratorStats = dataclasses.field(default_factory=GeneratorStats)
+    moved: float = dataclasses.field(default_factory=time.monotonic)
+
+    def move(self) -> None:
+        """It was seen to do something."""
+        self.moved = time.monotonic()
+
+
+class GeneratorPool:
+    """Generators in processes of their own, as one. Made by `start`. Stability: provisional.
+
+    A generator that dies, or moves nothing for `timeout_s` while it has work, is replaced; before the new one serves it takes the newest weights, and is paused where the pool is. Requests
+    that the dead one had are repeated on another one, with their seed: nobody who waits for them notices. Too many deaths (`Restarts`) make every call raise DistributedError.
+    """
+
+    facts: GeneratorFacts
+
+    def __init__(self, routing: Routing, timeout_s: float) -> None:
+        self.routing, self.timeout_s = routing, timeout_s
+        self._keeper: Keeper[GeneratorMember]
+        self._weights: WeightVersion | None = None
+        self._in_flight: InFlight = "continue"
+        self._paused: bool | None = None
+        self._keep_when_paused = True
+        self._order = asyncio.Lock()
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._past = GeneratorStats()
+
+    @classmethod
+    async def start(
+        cls,
+        launcher: ProcessLauncher,
+        config: GeneratorConfig,
+        count: int,
+        recipe: Recipe | Mapping[str, Any],
+        routing: Routing,
+        *,
+        plugins: Plugins | None = None,
+        threads: int | None = 1,
+        invariant: bool = False,
+        initial: bool = False,
+        timeout_s: float = 600.0,
+        name: str = "generator",
+        restarts: Restarts | None = None,
+    ) -> GeneratorPool:
+        """Start `count` generators of `config`. `recipe` is the run's, or its `intarsia.config.flatten`. What a generator says that cannot be built is raised as it is (UsageError, PluginError ...).
+
+        `initial`: they begin with the run's initial weights as version 0 (see GeneratorContext), so a restarted one has them as well.
+        """
+        plugins = plugins or current()
+        pool = cls(routing, timeout_s)
+        shared = {
+            "config": plain_config(config, plugins),
+            "recipe": plain_recipe(recipe, plugins),
+            "invariant": invariant,
+            "initial": initial,
+        }
+        pool._keeper = Keeper(
+            launcher,
+            name,
+            count,
+            "intarsia_rl.processes.generator_service:serve",
+            lambda index: {**shared, "index": index},
+            pool._ready,
+            threads=threads,
+            restarts=restarts,
+        )
+        await pool._keeper.start()
+        return pool
+
+    # ------------------------------------------------------------ requests
+
+    async def generate(self, request: Request, on_tokens: Callable[[Sequence[int]], None] | None = None) -> Generated:
+        """The completion; see `Generator.generate`. Cancelling aborts it. UsageError for a request that can never be served; EnvironmentFailure("model") where a generator failed at it, or
+        where it outlived too many generators."""
+        deaths: list[str] = []
+        told = 0
+
+        def tell(tokens: Sequence[int], before: list[int]) -> None:
+            """Pass on what was not told before an earlier generator died."""
+            nonlocal told
+            before[0] += len(tokens)
+            fresh = tokens[-(before[0] - told) :] if before[0] > told else ()
+            told = max(told, before[0])
+            if fresh and on_tokens is not None:
+                on_tokens(fresh)
+
+        while True:
+            index, member = await self._choose(request)
+            member.requests += 1
+            if member.requests == 1:
+                member.move()
+            seen = [0]
+            try:
+                listener = None if on_tokens is None else lambda tokens, seen=seen: tell(tokens, seen)
+                return await member.generator.generate(request, listener)
+            except ProcessDied as error:
+                self._keeper.lose(index, member)
+                deaths.append(error.reason)
+                if len(deaths) > REPEATS:
+                    reasons = "; ".join(dict.fromkeys(deaths))
+                    text = f"request {request.id!r} was with {len(deaths)} generators when they died ({reasons}): it is not tried again"
+                    raise EnvironmentFailure("model", text) from error
+            except (IntarsiaError, EnvironmentFailure, asyncio.CancelledError):
+                raise
+            except Exception as error:  # the generator's own bug, or its memory
+                raise EnvironmentFailure("model", str(error), retry=True) from error
+            finally:
+                member.requests -= 1
+                member.move()
+
+    async def abort(self, requests: Sequence[str] | None = None) -> None:
+        """End these requests, on whichever generator, with what they have."""
+        await self._each(lambda member: member.generator.abort(requests))
+
+    async def _choose(self, request: Request) -> tuple[int, GeneratorMember]:
+        members = await self._keeper.some()
+        index = self.routing.choose(request, {index: member.requests for index, member in members.items()})
+        if index not in members:
+            raise PluginError(f"routing {type(self.routing).__name__} chose generator {index!r}; there are {sorted(members)}.")
+        return index, members[index]
+
+    # ------------------------------------------------------------ weights
+
+    async def update(self, weights: WeightVersion, in_flight: InFlight = "continue") -> None:
+        """Have these weights in force on every generator when this returns, those that are being restarted included. NumericsError where one read other bytes than were published."""
+        async with self._order:
+            self._weights, self._in_flight = weights, in_flight
+            while True:
+                changed = asyncio.ensure_future(self._keeper.change())
+                try:
+                    members = list(self._keeper.members.items())
+                    await self._all(self._update(index, member, weights) for index, member in members)
+                    serving = self._keeper.members.values()
+                    if len(serving) == self._keeper.count and all(member.version == weights.version for member in serving):
+                        return
+                    await changed
+                finally:
+                    changed.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, Exception):
+                        await changed
+
+    async def _update(self, index: int, member: GeneratorMember, weights: WeightVersion) -> None:
+        if member.version == weights.version:
+            return
+        member.updating += 1
+        member.move()
+        try:
+            await member.generator.update(weights, self._in_flight)
+            member.version = weights.version
+        except ProcessDied:
+            self._keeper.lose(index, member)
+        finally:
+            member.updating -= 1
+            member.move()
+
+    async def pause(self, keep: bool = True) -> None:
+        """Compute no further token on any until `resume`; restarted ones are paused, too."""
+        self._paused, self._keep_when_paused = True, keep
+        await self._each(lambda member: member.generator.pause(keep))
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._paused = False
+        await self._each(lambda member: member.generator.resume())
+
+    # ------------------------------------------------------------ seeing it
+
+    @property
+    def kills(self) -> int:
+        """How many generators were lost."""
+        return len(self._keeper.deaths)
+
+    @property
+    def deaths(self) -> tuple[Death, ...]:
+        """Those that were lost, with reasons."""
+        return tuple(self._keeper.deaths)
+
+    @property
+    def version(self) -> int | None:
+        """The version of the newest weights that were asked for."""
+        return None if self._weights is None else self._weights.version
+
+    async def stats(self) -> dict[int, GeneratorStats]:
+        """How each is that serves now, by index."""
+        found: dict[int, GeneratorStats] = {}
+
+        async def ask(index: int, member: GeneratorMember) -> None:
+            with contextlib.suppress(ProcessDied, TimeoutError):
+                found[index] = member.stats = await member.generator.stats(self.timeout_s)
+
+        await self._all(ask(index, member) for index, member in list(self._keeper.members.items()))
+        return dict(sorted(found.items()))
+
+    async def totals(self) -> GeneratorStats:
+        """All together: tokens and busy seconds since the start, those of dead generators (as they were last seen) included; `version` the oldest in force; `cache_used` the mean."""
+        await self.stats()
+        members = [member.stats for member in self._keeper.members.values()]
+        everyone = [self._past, *members]
+        return GeneratorStats(
+            version=min((stats.version for stats in members), default=-1),
+            running=sum(stats.running for stats in members),
+            waiting=sum(stats.waiting for stats in members),
+            cache_used=sum(stats.cache_used for stats in members) / max(1, len(members)),
+            paused=any(stats.paused for stats in members),
+            prompt_tokens=sum(stats.prompt_tokens for stats in everyone),
+            cached_tokens=sum(stats.cached_tokens for stats in everyone),
+            generated_tokens=sum(stats.generated_tokens for stats in everyone),
+            busy_s=sum(stats.busy_s for stats in everyone),
+        )
+
+    async def close(self) -> None:
+        """Stop all."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await self._keeper.close()
+
+    # ------------------------------------------------------------ each of them
+
+    async def _ready(self, index: int, process: Process) -> GeneratorMember:
+        """Bring a new generator to where the pool is: the newest weights, paused or not."""
+        generator = await RemoteGenerator.connect(process)
+        if not hasattr(self, "facts"):
+            self.facts = generator.facts
+        member, paused = GeneratorMember(generator), None
+        while True:
+            weights = self._weights
+            if weights is not None and member.version != weights.version:
+                try:
+                    await asyncio.wait_for(generator.update(weights), self.timeout_s)
+                    member.version = weights.version
+                except (IntarsiaError, EnvironmentFailure):
+                    if self._weights is weights:
+                        raise
+                continue  # newer ones may have come, and these may be gone
+            if self._paused is not None and paused != self._paused:
+                paused = self._paused
+                await (generator.pause(self._keep_when_paused) if paused else generator.resume())
+                continue
+            break
+        member.move()
+        watcher = asyncio.ensure_future(self._watch(index, member))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        return member
+
+    async def _watch(self, index: int, member: GeneratorMember) -> None:
+        """Replace a generator that has work and moves nothing for `timeout_s`."""
+        period = min(5.0, self.timeout_s / 4)
+        while True:
+            try:
+                stats = await member.generator.stats(self.timeout_s)
+            except (ProcessDied, TimeoutError) as error:
+                if isinstance(error, TimeoutError):
+                    self._keeper.replace(index, member, f"it did not say how it is for {self.timeout_s:g} s")
+                break
+            if moving(stats) != moving(member.stats):
+                member.move()
+            member.stats = stats
+            works = member.updating or (member.requests and not stats.paused)
+            if not works:
+                member.move()
+            elif time.monotonic() - member.moved > self.timeout_s:
+                what = f"{member.requests} requests" + (" and an update of its weights" if member.updating else "")
+                self._keeper.replace(index, member, f"nothing moved in {self.timeout_s:g} s, with {what}")
+                break
+            await asyncio.sleep(period)
+        self._remember(member.stats)
+
+    def _remember(self, stats: GeneratorStats) -> None:
+        """Keep the counts of a generator that is gone."""
+        past = self._past
+        self._past = GeneratorStats(
+            prompt_tokens=past.prompt_tokens + stats.prompt_tokens,
+            cached_tokens=past.cached_tokens + stats.cached_tokens,
+            generated_tokens=past.generated_tokens + stats.generated_tokens,
+            busy_s=past.busy_s + stats.busy_s,
+        )
+
+    async def _each(self, call: Callable[[GeneratorMember], Any]) -> None:
+        """Call something of every generator that serves; one that is gone is replaced and brought to the pool's state anyway."""
+
+        async def one(index: int, member: GeneratorMember) -> None:
+            try:
+                await call(member)
+            except ProcessDied:
+                self._keeper.lose(index, member)
+
+        await self._all(one(index, member) for index, member in list(self._keeper.members.items()))
+
+    async def _all(self, calls: Any) -> None:
+        """Await all, and raise the first error only when all are through."""
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+
+def moving(stats: GeneratorStats) -> tuple[Any, ...]:
+    """What changes when a generator gets somewhere."""
+    return stats.version, stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens, stats.paused
+
+
+@dataclasses.dataclass(eq=False)
+class WorkerMember:
+    """A worker that serves, with the number of episodes and scorings it has."""
+
+    worker: RemoteWorker
+    load: int = 0
+
+
+class WorkerPool:
+    """Environments in processes of their own. Made by `start`. Stability: provisional.
+
+    Whatever goes wrong there is an EnvironmentFailure: the environment's own as it raised it; any other exception as `environment` (of a rubric: `scorer`) with its text; a worker that dies, or an answer that takes
+    longer than `timeout_s`, with `retry`. A worker that does not even answer a ping after such an answer is ended; a new one is started for one that died.
+    """
+
+    def __init__(self, timeout_s: float, ping_s: float, answer_bytes: int) -> None:
+        self.timeout_s, self.ping_s, self.answer_bytes = timeout_s, ping_s, answer_bytes
+        self._keeper: Keeper[WorkerMember]
+        self._facts: EnvironmentFacts
+        self._tasks: dict[str, tuple[Task, ...]] = {}
+        self._episodes = 0
+
+    @classmethod
+    async def start(
+        cls,
+        launcher: ProcessLauncher,
+        config: EnvironmentConfig,
+        count: int,
+        *,
+        plugins: Plugins | None = None,
+        threads: int | None = 1,
+        timeout_s: float = 600.0,
+        ping_s: float = 5.0,
+        answer_bytes: int = 16 << 20,
+        name: str = "environment",
+        restarts: Restarts | None = None,
+    ) -> WorkerPool:
+        """Start `count` workers, each with the environment of `config`. What one says that cannot be built is raised as it is. `answer_bytes` is the largest observation."""
+        plugins = plugins or current()
+        pool = cls(timeout_s, ping_s, answer_bytes)
+        arguments = {"config": plain_config(config, plugins), "answer_bytes": answer_bytes}
+        pool._keeper = Keeper(
+            launcher,
+            name,
+            count,
+            "intarsia_rl.processes.environment_service:serve",
+            lambda index: arguments,
+            pool._ready,
+            threads=threads,
+            restarts=restarts,
+        )
+        await pool._keeper.start()
+        return pool
+
+    # ------------------------------------------------------------ what the environment is
+
+    def environment_facts(self) -> EnvironmentFacts:
+        """Its limits, and its rubrics' weights by name."""
+        return self._facts
+
+    @property
+    def limits(self) -> Limits:
+        """The environment's."""
+        return self._facts.limits
+
+    async def tasks(self, split: str) -> tuple[Task, ...]:
+        """The tasks of a split, asked for once. UsageError for an unknown one, with the splits that there are."""
+        if split not in self._tasks:
+            self._tasks[split] = tuple([task async for task in self._read_tasks(split)])
+        return self._tasks[split]
+
+    async def _read_tasks(self, split: str) -> Any:
+        start, more = 0, True
+        while more:
+            page, more = await self.use(
+                lambda worker, start=start: worker.tasks(split, start, PAGE, self.timeout_s), "environment", f"tasks({split!r})"
+            )
+            for task in page:
+                yield task
+            start += len(page)
+
+    # ------------------------------------------------------------ episodes and scores
+
+    def episode(self, task: Task, seed: int, timeout_s: float | None = None) -> RemoteEpisode:
+        """A new try, as `Environment.episode`; `timeout_s` bounds each of its answers (None: the pool's). The worker is chosen at `reset`: the one with the fewest episodes."""
+        self._episodes += 1
+        return RemoteEpisode(self, f"episode-{self._episodes}", task, seed, self.timeout_s if timeout_s is None else timeout_s)
+
+    async def score(self, task: Task, episodes: Sequence[Sequence[Turn]]) -> Scores:
+        """What every rubric gives for every episode of a group. EnvironmentFailure("scorer") where one fails or gives no finite number; a worker that dies at it is replaced by another one."""
+        plain = [list(episode) for episode in episodes]
+        return await self.use(lambda worker: worker.score(task, plain, self.timeout_s), "scorer", f"scoring task {task.id!r}")
+
+    async def use(self, call: Callable[[RemoteWorker], Any], boundary: Boundary, what: str, tries: int = 3) -> Any:
+        """Call something of one worker that may be called again: where it dies, another one is asked."""
+        while True:
+            tries -= 1
+            index, member = await self.choose()
+            try:
+                return await self.bounded(index, member, call(member.worker), boundary, what)
+            except WorkerLost as error:
+                if not tries:
+                    raise EnvironmentFailure(boundary, f"{what}: {error}", retry=True) from error
+            finally:
+                member.load -= 1
+
+    async def choose(self) -> tuple[int, WorkerMember]:
+        """The worker with the fewest episodes, which then has one more."""
+        members = await self._keeper.some()
+        index = min(members, key=lambda index: (members[index].load, index))
+        members[index].load += 1
+        return index, members[index]
+
+    async def bounded(self, index: int, member: WorkerMember, call: Any, boundary: Boundary, what: str) -> Any:
+        """Await a call of a worker. WorkerLost where it died; EnvironmentFailure where it took too long, after which a worker that does not react is ended."""
+        try:
+            return await call
+        except ProcessDied as error:
+            self._keeper.lose(index, member)
+            raise WorkerLost(str(error)) from error
+        except TimeoutError as error:
+            try:
+                await member.worker.ping(self.ping_s)
+            except (TimeoutError, ProcessDied):
+                self._keeper.replace(index, member, f"{what} blocked it")
+            raise EnvironmentFailure(boundary, f"{what}: {error}", retry=True) from error
+        except (EnvironmentFailure, UsageError, PluginError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise EnvironmentFailure(boundary, f"{what}: {error}") from error
+
+    # ------------------------------------------------------------ seeing it
+
+    def say(self, text: str) -> None:
+        """Log what is nobody's failure."""
+        log.warning("%s: %s", self._keeper.name, text)
+
+    @property
+    def kills(self) -> int:
+        """How many workers were lost."""
+        return len(self._keeper.deaths)
+
+    @property
+    def deaths(self) -> tuple[Death, ...]:
+        """Those that were lost, with reasons."""
+        return tuple(self._keeper.deaths)
+
+    async def close(self) -> None:
+        """Stop all."""
+        await self._keeper.close()
+
+    async def _ready(self, index: int, process: Process) -> WorkerMember:
+        worker = RemoteWorker(process)
+        facts = await worker.facts(self.timeout_s)
+        self._facts = facts
+        return WorkerMember(worker)
