@@ -53,7 +53,8 @@ class SequenceContext(Protocol):
     A batch is B rows of S tokens; a row may pack several documents. `positions_BS` (int64) is each token's position in its own
     document. A context that cannot serve a kind raises UsageError naming the kind, the mixer and itself.
     `mixer` arguments are the mixer module's dotted name in the model, which is also its cache's key. For models that predict further ahead
-    a context of training has an attribute `following_BSK` (int64): the tokens 1 to K places further on, 0 where there is none. It is absent or None else.
+    a context of training has an attribute `following_BSK` (int64): the tokens 1 to K places further on, 0 where there is none. It is absent or None else. One that
+    replays what a generator's routers chose has `routes_BSLK` (int16): the K experts of each token in each of the L layers that choose, -1 where they choose themselves.
     """
 
     positions_BS: Tensor

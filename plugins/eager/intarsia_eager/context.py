@@ -26,7 +26,7 @@ class TrainContext:
     Arguments: `positions_BS` int64, each token's position in its document; `documents_BS` integer, one number for each document of a
     row (None: one document to a row); `lengths` the same on the host, where it is known, which spares kernels a copy from the
     device; `windows` the attention windows that the model's mixers use (`windows_of`), for kernels that prepare masks; `following_BSK` the tokens further on,
-    for models that predict further ahead.
+    for models that predict further ahead; `routes_BSLK` the experts that a generator chose.
 
     It serves softmax, latent and recurrent mixers; an indexed one is refused by name.
     """
@@ -38,8 +38,9 @@ class TrainContext:
         lengths: tuple[tuple[int, ...], ...] | None = None,
         windows: Sequence[int | None] = (None,),
         following_BSK: Tensor | None = None,
+        routes_BSLK: Tensor | None = None,
     ) -> None:
-        self.positions_BS, self.following_BSK = positions_BS, following_BSK
+        self.positions_BS, self.following_BSK, self.routes_BSLK = positions_BS, following_BSK, routes_BSLK
         self.packing = None if lengths is None else ops.Packing(lengths)
         # Rows of one document each need no document numbers, and plain causal attention is the fast path of every kernel.
         self.documents_BS = None if self.packing is not None and self.packing.single else documents_BS
@@ -49,7 +50,8 @@ class TrainContext:
     @classmethod
     def of(cls, batch: Batch, windows: Sequence[int | None] = (None,)) -> TrainContext:
         """The context of one batch."""
-        return cls(batch.positions_BS, batch.documents_BS, batch.lengths, windows, batch.extra.get(FOLLOWING))
+        extra = batch.extra
+        return cls(batch.positions_BS, batch.documents_BS, batch.lengths, windows, extra.get(FOLLOWING), extra.get("routes_BSLK"))
 
     def softmax(
         self,

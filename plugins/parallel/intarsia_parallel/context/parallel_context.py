@@ -42,7 +42,7 @@ class ParallelContext:
     """A SequenceContext over one rank's part of whole rows: every token is new, and no cache is kept. Stability: provisional.
 
     `positions_BS` and `documents_BS` (None: one document to a row) are those of the tokens here, true positions and numbers along the whole row;
-    `following_BSK` as the batch has it. It serves softmax, latent and associative recurrent mixers; an indexed one is refused by name.
+    `following_BSK` and `routes_BSLK` as the batch has them. It serves softmax, latent and associative recurrent mixers; an indexed one is refused by name.
     All ranks of `comm` call the same mixers in the same order, those without tokens, too.
     """
 
@@ -58,6 +58,7 @@ class ParallelContext:
         cut: SequenceCut,
         comm: Communicator,
         following_BSK: Tensor | None = None,
+        routes_BSLK: Tensor | None = None,
     ) -> None:
         choose.check(method)
         if cut.ranks != comm.size:
@@ -67,7 +68,7 @@ class ParallelContext:
                 f"Rank {comm.rank} holds {cut.counts[comm.rank]} of {cut.tokens} tokens, the batch has {positions_BS.shape[1]}."
             )
         self.method, self.cut, self.comm = method, cut, comm
-        self.positions_BS, self.following_BSK = positions_BS, following_BSK
+        self.positions_BS, self.following_BSK, self.routes_BSLK = positions_BS, following_BSK, routes_BSLK
         self.rows = Rows(cut, lengths, windows, positions_BS.device)
         self.documents_BS = self.rows.documents_of(cut.ranges[comm.rank])
         self._courses: dict[int | None, Course] = {}
@@ -147,6 +148,5 @@ def _course_of(cut: SequenceCut, lengths: tuple[tuple[int, ...], ...], window: i
 
 def build(config: ContextSettings, batch: Batch, windows: Sequence[int | None], cut: SequenceCut, comm: Communicator) -> ParallelContext:
     """The context of a batch that `cut.local` has cut for this rank of `comm` (the group along cp). `windows` are those that the model's mixers use."""
-    return ParallelContext(
-        config.context, batch.positions_BS, batch.lengths, windows, cut, comm, following_BSK=batch.extra.get("following_BSK")
-    )
+    given = {name: batch.extra.get(name) for name in ("following_BSK", "routes_BSLK")}
+    return ParallelContext(config.context, batch.positions_BS, batch.lengths, windows, cut, comm, **given)

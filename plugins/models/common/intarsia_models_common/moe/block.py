@@ -9,9 +9,11 @@ import torch
 from intarsia import plugins
 from intarsia.comm import SelfCommunicator
 from intarsia.contracts import SequenceContext
+from intarsia.errors import UsageError
 from torch import Tensor, nn
 
 from intarsia_models_common.build import Scope, build
+from intarsia_models_common.moe import replay
 from intarsia_models_common.moe.balance import Sequences
 from intarsia_models_common.moe.config import MoEConfig
 from intarsia_models_common.moe.experts import Experts
@@ -33,6 +35,8 @@ class MoE(nn.Module):
         self.shared = None if config.shared is None else build(config.shared, scope.inside("shared"))
         self.experts.dispatcher = plugins.current().build(config.dispatcher, config.router.experts, SelfCommunicator())
         self.top_k = config.router.top_k
+        # Which layer of a model's routes this is: see `replay`.
+        self.route_number: int | None = None
 
     def forward(self, x_BSD: Tensor, context: SequenceContext | None = None) -> Tensor:
         """Same shape and dtype."""
@@ -46,7 +50,10 @@ class MoE(nn.Module):
 
     def _computed(self, x_BSD: Tensor, context: SequenceContext | None) -> Tensor:
         x_ND = x_BSD.flatten(0, -2)
-        routed = self.router(x_ND, Sequences(x_BSD.shape[0] if x_BSD.dim() > 2 else 1, self._documents(context, x_BSD)))
+        where = Sequences(x_BSD.shape[0] if x_BSD.dim() > 2 else 1, self._documents(context))
+        forced_NK = self._forced(context, x_ND)
+        routed = self.router(x_ND, where) if forced_NK is None else self.router(x_ND, where, forced_NK)
+        replay.record(self.route_number, routed.experts_NK)
         flight = self.experts.dispatcher.start(x_ND, routed.experts_NK, routed.weights_NK)
         shared_BSD = None if self.shared is None else self.shared(x_BSD)
         arrived = flight.arrive()
@@ -55,11 +62,22 @@ class MoE(nn.Module):
             self.router.count(flight.counts_E, routed.scores_NE, flight.dropped)
         return y_BSD if shared_BSD is None else shared_BSD + y_BSD
 
-    def _documents(self, context: SequenceContext | None, x_BSD: Tensor) -> Any:
-        documents_BS = getattr(context, "documents_BS", None)
-        if documents_BS is None or self.experts.local_sequence is None:
-            return documents_BS
-        return self.experts.local_sequence(documents_BS)
+    def _documents(self, context: SequenceContext | None) -> Any:
+        return self._own_part(getattr(context, "documents_BS", None))
+
+    def _forced(self, context: SequenceContext | None, x_ND: Tensor) -> Tensor | None:
+        forced_BSK = self._own_part(replay.forced_experts(context, self.route_number))
+        if forced_BSK is None:
+            return None
+        if forced_BSK.shape[-1] != self.top_k or forced_BSK.shape[:-1].numel() != x_ND.shape[0]:
+            raise UsageError(
+                f"Layer {self.route_number} of those that choose experts got routes of shape {tuple(forced_BSK.shape)}; it has {x_ND.shape[0]} tokens and each goes to "
+                f"{self.top_k} experts. Generator and trainer must run one model."
+            )
+        return forced_BSK.flatten(0, -2)
+
+    def _own_part(self, each_BS: Any) -> Any:
+        return each_BS if each_BS is None or self.experts.local_sequence is None else self.experts.local_sequence(each_BS)
 
     def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
         """The dispatcher's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import chz
 from intarsia.config import ComponentConfig, Config
 from intarsia.errors import UsageError, did_you_mean
@@ -152,3 +154,20 @@ __all__ = [
     "SoftmaxRouterConfig",
     "near_text",
 ]
+
+
+def routed_layers(model: Any) -> int:
+    """How many of a model config's `layers` choose experts: as many layers have the routes of a token (see `replay`). UsageError, naming the model, where none does, or one
+    chooses among more experts than routes can name. Stability: provisional."""
+    blocks = [getattr(block, "feed_forward", None) for block in getattr(model, "layers", ())]
+    found = [block.router.experts for block in blocks if isinstance(block, MoEConfig)]
+    name = type(model).__name__.removesuffix("Config")
+    if not found:
+        raise UsageError(
+            f"{name} has no layer that chooses experts: there are no routes to report or to replay. Set data.loader.replay_routes=False."
+        )
+    if max(found) > 2**15:
+        raise UsageError(
+            f"{name} has layers of {max(found)} experts, and routes name at most {2**15}. Set data.loader.replay_routes=False."
+        )
+    return len(found)

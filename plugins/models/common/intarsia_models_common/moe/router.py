@@ -68,13 +68,16 @@ class Router(nn.Module):
         """Nothing is counted yet."""
         self.counters.zero_()
 
-    def forward(self, x_ND: Tensor, where: Sequences | None = None) -> Routed:
-        """Choose. In training the losses that the settings ask for are attached to the weights."""
+    def forward(self, x_ND: Tensor, where: Sequences | None = None, forced_NK: Tensor | None = None) -> Routed:
+        """Choose. In training the losses that the settings ask for are attached to the weights. `forced_NK` (any integers): the experts of the tokens whose numbers are not
+        negative, in the place of a choice; weights and gradients are this router's."""
         logits_NE = ROUTER_LINEAR(self._jittered(x_ND), self.weight)
         scores_NE = self.score(logits_NE)
         with torch.no_grad():
             biased_NE = scores_NE.detach() if self.bias is None else scores_NE.detach() + self.bias
             experts_NK = self.choose(biased_NE)
+            if forced_NK is not None:
+                experts_NK = torch.where(forced_NK[:, :1] >= 0, forced_NK.long(), experts_NK)
         weights_NK = scores_NE.gather(1, experts_NK)
         if self.settings.norm_topk:
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
