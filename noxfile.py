@@ -59,6 +59,13 @@ def quickstart(session: nox.Session) -> None:
     session.run("python", "examples/quickstart.py", *rest)
 
 
+@nox.session(name="rl-quickstart")
+def rl_quickstart(session: nox.Session) -> None:
+    """Let a small model learn a task from rewards, kill it, and resume it exactly."""
+    rest = install(session)
+    session.run("python", "examples/rl_quickstart.py", *rest)
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests that run on a CPU within minutes."""
