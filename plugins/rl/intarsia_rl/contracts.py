@@ -112,7 +112,7 @@ class WeightVersion:
     """Weights that a trainer has published. Stability: provisional.
 
     `transport` is the entry that can read `location` (JSON). `digests` maps canonical parameter and persistent buffer names to the digest of their bytes as published; `dtypes` to their
-    dtype's name.
+    dtype's name, `shapes` to the whole tensor's shape.
     """
 
     version: int
@@ -120,6 +120,7 @@ class WeightVersion:
     location: Mapping[str, Any]
     digests: Mapping[str, str]
     dtypes: Mapping[str, str]
+    shapes: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
 
 @runtime_checkable
@@ -181,9 +182,10 @@ class Routing(Protocol):
 
 @runtime_checkable
 class WeightTransport(Protocol):
-    """The trainer's side of pushing weights. Built by `target(config, directory)`. Stability: provisional.
+    """The trainer's side of pushing weights. Built by `target(config, directory)`; the target is a class. Stability: provisional.
 
-    `reader` is the generator's side, `"module:function"`: `read(location, names, boxes=None)` yields (name, CPU or device tensor), of the whole tensors or of the boxes asked for by name.
+    `reader` is the generator's side, `"module:function"`, an attribute of the class: `read(location, names, boxes=None)` yields (name, CPU or device tensor), of the whole tensors,
+    or for a name that is in `boxes` of each of its boxes; a tensor holds until the next one is asked for. DistributedError where the version can no longer be read whole.
     """
 
     reader: str

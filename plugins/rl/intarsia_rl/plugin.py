@@ -87,13 +87,13 @@ def offer_weight_transports() -> Sequence[Entry]:
         Entry(
             name="shared_memory",
             config="intarsia_rl.weights.config:SharedMemoryConfig",
-            target="intarsia_rl.weights.shared_memory:build",
+            target="intarsia_rl.weights.shared_memory:SharedMemory",
             doc="Through memory that trainer and generators of one machine share.",
         ),
         Entry(
             name="socket",
             config="intarsia_rl.weights.config:SocketConfig",
-            target="intarsia_rl.weights.socket:build",
+            target="intarsia_rl.weights.socket:Socket",
             doc="Over TCP, each trainer rank sending its own parts: between machines, without a process group.",
         ),
     ]

@@ -1,0 +1,227 @@
+"""A generator takes a published version: reads it, copies it into its model, reads the model back and compares digests."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+from intarsia.contracts import Box
+from intarsia.discovery import import_reference
+from intarsia.errors import NumericsError, PluginError, UsageError, did_you_mean
+from intarsia.layout import box_text, find_overlap, region_numel, slices
+from intarsia.parameters import persistent_buffers
+from intarsia.plugins import Plugins
+from torch import Tensor, nn
+
+from intarsia_rl.contracts import WeightVersion
+from intarsia_rl.weights import digest
+
+_FILLED = "_filled_weights"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a tensor that a model holds: `box` (None: all) of the canonical tensor `name` lies in the box `where` (None: all) of the holder's own.
+
+    Both boxes have the same elements in the same row-major order; their shapes may differ (an expert's matrix in a stack of them). Stability: provisional.
+    """
+
+    name: str
+    box: Box | None = None
+    where: Box | None = None
+
+
+Holds = Mapping[str, Sequence[Part]]
+"""By a model's own name of a parameter or persistent buffer the parts of canonical tensors that it is made of. Stability: provisional."""
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter and its canonical one, in the model's order."""
+    regions = model.regions() if hasattr(model, "regions") else None  # type: ignore[operator]
+    aliases = {alias: group[0] for group in (regions.ties if regions is not None else ()) for alias in group[1:]}
+    return {name: aliases.get(name, name) for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def filled_version(model: nn.Module) -> int | None:
+    """The version that `fill` has put into the model whole; None where it has none, or a fill was interrupted: do not serve it then. Stability: provisional."""
+    return getattr(model, _FILLED, (None, None))[0]
+
+
+def forget(model: nn.Module) -> None:
+    """The model's weights change otherwise than by `fill`."""
+    setattr(model, _FILLED, (None, None))
+
+
+@torch.no_grad()
+def fill(
+    model: nn.Module,
+    weights: WeightVersion,
+    plugins: Plugins,
+    holds: Holds | None = None,
+    combine: Callable[[Tensor], Tensor] | None = None,
+    skips: Collection[str] = (),
+) -> None:
+    """Put a version into a model, in place, and prove that it is there: the digests of what the model has then must be those that were published.
+
+    Arguments: `holds` says what the model's tensors are made of, for those that are not a canonical tensor, whole (the model's attribute `holds()` where None). `combine` adds an int64
+    tensor up, in place, over the ranks that hold the model's other parts: then parts are compared with what was published as well; without it they are compared with
+    what was read. `skips` are published tensors that the model knowingly leaves out. A tensor of fewer bits than the published one gets it rounded to nearest even.
+
+    Errors: NumericsError names the tensors that differ; UsageError those that fit nothing; DistributedError where the version can no longer be read. After each of them the
+    model may be a mix: `filled_version` is None and it must not serve. A version that the model has is there at once.
+    Stability: provisional.
+    """
+    if getattr(model, _FILLED, (None, None)) == (weights.version, weights.digests):
+        return
+    copies = _plan(model, weights, holds, skips)
+    forget(model)
+    names = list(dict.fromkeys(copy.name for copy in copies))
+    boxes = {name: [copy.box for copy in copies if copy.name == name] for name in names}
+    cut = {name: found for name, found in boxes.items() if found != [Box.whole(weights.shapes[name])]}
+    check = _Check(
+        weights,
+        {
+            name: find_overlap(found) is None and region_numel(tuple(found)) == math.prod(weights.shapes[name])
+            for name, found in boxes.items()
+        },
+    )
+    ordered = sorted(copies, key=lambda copy: names.index(copy.name))
+    values = _reader(weights.transport, plugins)(weights.location, names, cut)
+    for (name, value), copy in zip(values, ordered, strict=True):
+        if name != copy.name or tuple(value.shape) != copy.box.size:
+            raise PluginError(
+                f"The reader of weight transport {weights.transport!r} gave {name} of shape {tuple(value.shape)} where {copy.name} {box_text(copy.box)} was asked for."
+            )
+        copy.target.copy_(value.reshape(copy.target.shape))
+        check.read(copy, value, combine is not None)
+    for copy in ordered:
+        check.held(copy)
+    check.compare(combine)
+    setattr(model, _FILLED, (weights.version, weights.digests))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """A box of a published tensor and where it goes: a view into the model."""
+
+    name: str
+    box: Box
+    target: Tensor
+    own: str
+
+
+class _Check:
+    """The sums of what was read and of what the model has, by published tensor. `complete` says which tensors the model has all parts of."""
+
+    def __init__(self, weights: WeightVersion, complete: Mapping[str, bool]) -> None:
+        self._weights, self._complete = weights, complete
+        self._read: dict[str, Tensor] = {}
+        self._rounded: dict[str, Tensor] = {}
+        self._held: dict[str, Tensor] = {}
+
+    def _keeps(self, copy: _Copy) -> torch.dtype | None:
+        """The published dtype where the target keeps all of its values."""
+        published: torch.dtype = getattr(torch, self._weights.dtypes[copy.name])
+        if published == copy.target.dtype:
+            return published
+        wide = (
+            published.is_floating_point
+            and published.itemsize > 1
+            and torch.promote_types(published, copy.target.dtype) == copy.target.dtype
+        )
+        return published if wide else None
+
+    def _add(self, sums: dict[str, Tensor], copy: _Copy, values: Tensor) -> None:
+        part = digest.partial(values, self._weights.shapes[copy.name], copy.box).cpu()
+        sums[copy.name] = sums[copy.name] + part if copy.name in sums else part
+
+    def read(self, copy: _Copy, values: Tensor, is_combined: bool) -> None:
+        """What came from the transport, where the model's own memory cannot tell whether that was right."""
+        keeps = self._keeps(copy)
+        if keeps is None or not (self._complete[copy.name] or is_combined):
+            self._add(self._read, copy, values)
+        if keeps is None:
+            self._add(self._rounded, copy, values.to(copy.target.dtype))
+
+    def held(self, copy: _Copy) -> None:
+        """What the model has."""
+        values = copy.target
+        keeps = self._keeps(copy)
+        self._add(self._held, copy, values if keeps is None else values.to(keeps))
+
+    def compare(self, combine: Callable[[Tensor], Tensor] | None) -> None:
+        """NumericsError unless all is as it was published."""
+        wrong = [name for name, sums in self._held.items() if name in self._rounded and not torch.equal(sums, self._rounded[name])]
+        wrong += [
+            name
+            for name, sums in self._held.items()
+            if name in self._read and name not in self._rounded and not torch.equal(sums, self._read[name])
+        ]
+        published = {name: self._read.get(name, sums) for name, sums in self._held.items()}
+        split = sorted(name for name in published if not self._complete[name])
+        if combine is not None and split:
+            for name, sums in zip(split, combine(torch.stack([published[name] for name in split])), strict=True):
+                published[name] = sums
+        for name, sums in published.items():
+            if self._complete[name] or combine is not None:
+                found = digest.text(sums.tolist(), self._weights.dtypes[name], self._weights.shapes[name])
+                wrong += [name] if found != self._weights.digests[name] else []
+        if wrong:
+            wrong = list(dict.fromkeys(wrong))
+            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise NumericsError(
+                f"Version {self._weights.version} of the weights did not arrive as it was published by {self._weights.transport!r}: {', '.join(wrong[:8])}{more} differ. "
+                "The model must not be used before a version has arrived whole."
+            )
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters by canonical name, and persistent buffers."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {name: named[name].detach() for name, canonical in canonical_names(model).items() if name == canonical} | persistent_buffers(
+        model
+    )
+
+
+def _plan(model: nn.Module, weights: WeightVersion, holds: Holds | None, skips: Collection[str]) -> list[_Copy]:
+    """Every copy. UsageError, with all that is wrong, where what the model holds and what was published do not fit."""
+    own = own_tensors(model)
+    stated = holds if holds is not None else model.holds() if hasattr(model, "holds") else {}  # type: ignore[operator]
+    problems = [
+        f"the model says that it holds {name}, which it does not have. {did_you_mean(name, own)}" for name in stated if name not in own
+    ]
+    copies = []
+    for name, tensor in own.items():
+        for part in stated.get(name, (Part(name),)):
+            if part.name not in weights.shapes:
+                problems.append(f"{name} wants {part.name}, which was not published. {did_you_mean(part.name, weights.shapes)}")
+                continue
+            shape = tuple(weights.shapes[part.name])
+            box, where = part.box or Box.whole(shape), part.where or Box.whole(tensor.shape)
+            target = tensor[slices(where)]
+            fits = target.numel() == box.numel and all(a <= n for a, n in zip(box.end, shape, strict=True)) and target.shape == where.size
+            if fits and (part.where is not None or part.box is not None or shape == tuple(tensor.shape)):
+                copies.append(_Copy(part.name, box, target, name))
+            else:
+                problems.append(
+                    f"{name} has shape {list(tensor.shape)} and cannot take {part.name} {box_text(box)} of {list(shape)} at {box_text(where)}"
+                )
+    taken = {copy.name for copy in copies} | set(skips)
+    problems += [f"nothing in the model takes {name}" for name in weights.shapes if name not in taken and 0 not in weights.shapes[name]]
+    if problems:
+        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise UsageError(f"Version {weights.version} of the weights does not fit the model:\n  " + "\n  ".join(problems[:8]) + more)
+    return [copy for copy in copies if copy.box.numel]
+
+
+def _reader(transport: str, plugins: Plugins) -> Callable[..., Iterator[tuple[str, Tensor]]]:
+    entry = plugins.registry("weight transport").find(transport)
+    reference = getattr(plugins.target(entry), "reader", None)
+    if not isinstance(reference, str):
+        raise PluginError(
+            f'The target of weight transport {entry.full_name!r} has no `reader`: a class attribute "module:function" that generators read by.'
+        )
+    found: Callable[..., Iterator[tuple[str, Tensor]]] = import_reference(reference)
+    return found
