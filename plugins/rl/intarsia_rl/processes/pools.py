@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from intarsia.config.bases import EnvironmentConfig
@@ -428,12 +429,11 @@ class WorkerPool:
             self._tasks[split] = tuple([task async for task in self._read_tasks(split)])
         return self._tasks[split]
 
-    async def _read_tasks(self, split: str) -> Any:
+    async def _read_tasks(self, split: str) -> AsyncIterator[Task]:
         start, more = 0, True
         while more:
-            page, more = await self.use(
-                lambda worker, start=start: worker.tasks(split, start, PAGE, self.timeout_s), "environment", f"tasks({split!r})"
-            )
+            call = functools.partial(RemoteWorker.tasks, split=split, start=start, count=PAGE, timeout_s=self.timeout_s)
+            page, more = await self.use(call, "environment", f"tasks({split!r})")
             for task in page:
                 yield task
             start += len(page)

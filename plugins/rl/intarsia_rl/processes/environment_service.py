@@ -1,0 +1,160 @@
+"""The service of an environment worker: holds an environment and its episodes, and makes every failure there an EnvironmentFailure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+from intarsia.contracts import Environment, Episode, Limits, Observation, StepResult, Task, Turn
+from intarsia.contracts.environment import Boundary, EnvironmentFailure
+from intarsia.errors import IntarsiaError, PluginError
+from intarsia.plugins import current
+
+from intarsia_rl.processes.codec import CodecError, check
+from intarsia_rl.processes.failures import words
+from intarsia_rl.processes.plain import config_of
+
+CLOSE_S = 5.0
+"""How long a step that was cancelled may take to end before its episode is closed all the same."""
+
+
+async def serve(config: Mapping[str, Any], answer_bytes: int) -> EnvironmentService:
+    """Build the environment."""
+    plugins = current()
+    settings = config_of(config, plugins)
+    environment = plugins.build(settings)
+    if not isinstance(environment, Environment):
+        entry = plugins.entry_of(settings)
+        raise PluginError(
+            f"environment {entry.full_name!r} builds a {type(environment).__name__}, which lacks a part of `intarsia.contracts.Environment`."
+        )
+    return EnvironmentService(environment, answer_bytes)
+
+
+class EnvironmentService:
+    """Calls of an environment, its episodes by name, and its rubrics."""
+
+    def __init__(self, environment: Environment, answer_bytes: int) -> None:
+        self._environment, self._answer_bytes = environment, answer_bytes
+        self._rubrics = {rubric.name: rubric for rubric in environment.rubrics()}
+        self._episodes: dict[str, Episode] = {}
+        self._running: dict[str, asyncio.Task[Any]] = {}
+
+    async def facts(self) -> tuple[Limits, dict[str, float]]:
+        """The limits, and the rubrics' weights by name."""
+        return self._environment.limits, {name: float(rubric.weight) for name, rubric in self._rubrics.items()}
+
+    async def tasks(self, split: str, start: int, count: int) -> tuple[list[Task], bool]:
+        """`count` tasks of a split from `start`, and whether there are more."""
+        try:
+            found = self._environment.tasks(split)
+            return list(found[start : start + count]), len(found) > start + count
+        except IntarsiaError:
+            raise
+        except Exception as error:
+            raise failure("environment", f"tasks({split!r})", error) from error
+
+    # ------------------------------------------------------------ episodes
+
+    async def reset(self, name: str, task: Task, seed: int) -> Observation:
+        """Begin an episode, known by `name` until it is closed."""
+
+        async def begin() -> Observation:
+            episode = self._environment.episode(task, seed)
+            self._episodes[name] = episode
+            return await episode.reset()
+
+        return await self._answer(name, "reset", begin(), Observation)
+
+    async def step(self, name: str, action: Turn) -> StepResult:
+        """Take a turn."""
+        episode = self._episodes.get(name)
+        if episode is None:
+            raise EnvironmentFailure("environment", f"there is no episode {name!r} (any more)")
+        result: StepResult = await self._answer(name, "step", episode.step(action), StepResult)
+        if result.reward is not None and not is_number(result.reward):
+            raise EnvironmentFailure("environment", f"step gave the reward {result.reward!r}, which is no finite number")
+        wrong = {metric: value for metric, value in result.metrics.items() if not is_number(value)}
+        if wrong:
+            raise EnvironmentFailure("environment", f"step gave the metrics {wrong!r}, which are no finite numbers")
+        if result.observation is None and not result.ended and not result.truncated:
+            raise EnvironmentFailure("environment", "step neither ended the episode nor observed anything")
+        return result
+
+    async def close_episode(self, name: str) -> None:
+        """Release an episode; a step that still runs is cancelled first. Unknown names are ignored."""
+        episode, running = self._episodes.pop(name, None), self._running.get(name)
+        if running is not None:
+            running.cancel()
+            await asyncio.wait([running], timeout=CLOSE_S)
+        if episode is not None:
+            await guard("environment", "close", episode.close())
+
+    async def _answer(self, name: str, what: str, call: Awaitable[Any], kind: type) -> Any:
+        """What an episode answers, of the right class and not too large."""
+        task = asyncio.ensure_future(guard("environment", what, call))
+        self._running[name] = task
+        try:
+            answer = await task
+        finally:
+            task.cancel()  # where this call was cancelled
+            self._running.pop(name, None)
+        if not isinstance(answer, kind):
+            raise EnvironmentFailure("environment", f"{what} gave a {type(answer).__name__}, which is no {kind.__name__}")
+        try:
+            check(answer, self._answer_bytes)
+        except CodecError as error:
+            raise EnvironmentFailure(
+                "environment", f"what {what} gave is not sent on: {error}. An environment cuts what its tools print."
+            ) from error
+        return answer
+
+    # ------------------------------------------------------------ rubrics
+
+    async def score(self, task: Task, episodes: Sequence[Sequence[Turn]]) -> tuple[dict[str, list[float]], dict[str, float]]:
+        """By rubric one score for each episode, and the weights. All rubrics run at once; the first failure in their order is raised."""
+        group = [tuple(turns) for turns in episodes]
+        calls = [guard("scorer", f"rubric {name!r}", rubric.score(task, group)) for name, rubric in self._rubrics.items()]
+        values: dict[str, list[float]] = {}
+        for name, scores in zip(self._rubrics, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(scores, BaseException):
+                raise scores
+            if not isinstance(scores, Sequence) or len(scores) != len(group) or not all(map(is_number, scores)):
+                text = f"rubric {name!r} gave {scores!r} for {len(group)} episodes: it gives one finite number for each"
+                raise EnvironmentFailure("scorer", text[:2000])
+            values[name] = [float(score) for score in scores]
+        return values, {name: float(rubric.weight) for name, rubric in self._rubrics.items()}
+
+    async def close(self) -> None:
+        """Close all episodes."""
+        for name in list(self._episodes):
+            with contextlib.suppress(EnvironmentFailure):
+                await self.close_episode(name)
+
+
+async def guard(boundary: Boundary, what: str, call: Awaitable[Any]) -> Any:
+    """Await a call of an environment's code; whatever it raises is an EnvironmentFailure, its own ones as they are."""
+    try:
+        return await call
+    except EnvironmentFailure:
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise failure(boundary, what, error) from error
+    except BaseException as error:
+        raise failure(boundary, what, error) from error
+
+
+def failure(boundary: Boundary, what: str, error: BaseException) -> EnvironmentFailure:
+    """The failure that an exception of an environment's code is; one of the system (files, network, time) may pass."""
+    return EnvironmentFailure(boundary, f"{what}: {words(error)}", retry=isinstance(error, OSError))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite int or float, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,162 @@
+"""The process launcher `local_processes`: processes on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from intarsia.plugins import child_environment
+from intarsia.train.signals import LAUNCHER
+
+from intarsia_rl.processes.calls import ConnectedProcess
+from intarsia_rl.processes.config import LocalProcessesConfig
+from intarsia_rl.processes.failures import cut
+from intarsia_rl.processes.wire import Connection
+
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that say which rank a process is: those that a rank starts are none."""
+
+LINES = 40
+"""How many of a process's last lines are shown when it dies."""
+
+MOST_LOG_BYTES = 64 << 20
+"""Largest log file of one process; what comes later is left out."""
+
+
+class LocalProcesses:
+    """Starts processes on this machine. Each leads a group of its own (Ctrl-C at the terminal is the starter's), which ends when the starter does, or when the process does."""
+
+    def __init__(self, config: LocalProcessesConfig | None = None) -> None:
+        self.config = config or LocalProcessesConfig()
+
+    async def start(self, name: str, service: str, arguments: Mapping[str, Any], threads: int | None = None) -> ConnectedProcess:
+        """See ProcessLauncher. What the service raises when it is made is raised here; DistributedError where the process dies or takes longer than `start_s`."""
+        ours, theirs = socket.socketpair()
+        line, hold = os.pipe()
+        output, write = os.pipe()
+        limit = self.config.message_bytes
+        command = [sys.executable, "-X", "faulthandler", "-m", "intarsia_rl.processes", name]
+        command += ["--inherited", str(theirs.fileno()), "--lifeline", str(line), "--limit", str(limit)]
+        try:
+            child = subprocess.Popen(
+                command,
+                env=environment_of(threads),
+                stdin=subprocess.DEVNULL,
+                stdout=write,
+                stderr=write,
+                pass_fds=(theirs.fileno(), line),
+                start_new_session=True,
+            )
+        except BaseException:
+            for descriptor in (hold, output):
+                os.close(descriptor)
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            for descriptor in (line, write):
+                os.close(descriptor)
+        folder = self.config.log_folder
+        running = _Child(child, hold, Output(output, None if folder is None else Path(folder) / f"{name.replace('/', '-')}.log"))
+        process = ConnectedProcess(name, await Connection.over(ours, limit), running.ended, running.kill)
+        try:
+            await process.begin(service, arguments, self.config.start_s)
+        except BaseException:
+            await process.stop(0.0)
+            raise
+        return process
+
+
+def environment_of(threads: int | None) -> dict[str, str]:
+    """The environment of a process: this one's, without what makes it a rank, with the same plugins asked for."""
+    kept = {key: value for key, value in os.environ.items() if key not in OF_RANKS and not key.startswith("TORCHELASTIC_")}
+    for key in (LAUNCHER, "INTARSIA_RENDEZVOUS"):
+        kept.pop(key, None)
+    if threads is not None:
+        kept |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    return {**kept, **child_environment(), "PYTHONUNBUFFERED": "1"}
+
+
+class _Child:
+    """A started process: `ended` is set to the reason when it has ended, its group with it."""
+
+    def __init__(self, child: subprocess.Popen[bytes], hold: int, output: Output) -> None:
+        self._child, self._hold, self._output = child, hold, output
+        self._guard = threading.Lock()
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+        threading.Thread(target=self._wait, name=f"wait-{child.pid}", daemon=True).start()
+
+    def kill(self) -> None:
+        """End it and its group."""
+        with self._guard:  # between its end and its burial the number is still its own
+            if self._child.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._child.pid, signal.SIGKILL)
+
+    def _wait(self) -> None:
+        os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)
+        self.kill()  # what it has started and left behind
+        with self._guard:
+            status = self._child.wait()
+            os.close(self._hold)
+        reason = self._words(status)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks
+            self._loop.call_soon_threadsafe(self._tell, reason)
+
+    def _tell(self, reason: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
+
+    def _words(self, status: int) -> str:
+        if status >= 0:
+            reason = f"it ended with exit code {status}"
+        else:
+            hint = ", out of memory or killed by hand" if -status == signal.SIGKILL else ""
+            reason = f"it was ended by {signal.Signals(-status).name}{hint}"
+        last = self._output.last() if status else ""
+        return f"{reason}; its last words:\n{last}" if last else reason
+
+
+class Output:
+    """What a process prints: the last lines are kept; all of it goes to a file where one is asked for."""
+
+    def __init__(self, descriptor: int, path: Path | None) -> None:
+        self._lines: collections.deque[str] = collections.deque(maxlen=LINES)
+        self._descriptor, self._path = descriptor, path
+        self._thread = threading.Thread(target=self._read, name="output", daemon=True)
+        self._thread.start()
+
+    def last(self) -> str:
+        """The last lines, once the process has ended."""
+        self._thread.join(1.0)
+        return "\n".join(f"  | {line}" for line in self._lines)
+
+    def _read(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, self._descriptor)
+            log = None
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                log = stack.enter_context(open(self._path, "ab"))
+            begun, written = b"", 0
+            while chunk := os.read(self._descriptor, 1 << 16):
+                if log is not None and written < MOST_LOG_BYTES:
+                    written += len(chunk)
+                    log.write(chunk if written < MOST_LOG_BYTES else b"\n... the rest is left out\n")
+                    log.flush()
+                *lines, begun = (begun + chunk).split(b"\n")
+                self._lines.extend(cut(line.decode(errors="replace"), 500) for line in lines[-LINES:])
+                begun = begun[-4096:]
+            if begun:
+                self._lines.append(cut(begun.decode(errors="replace"), 500))
