@@ -23,6 +23,19 @@ def offer_environments() -> Sequence[Entry]:
 
 
 @hookimpl
+def offer_tokenizers() -> Sequence[Entry]:
+    """The tokenizer."""
+    return [
+        Entry(
+            name="characters",
+            config="intarsia_environments.config:CharactersConfig",
+            target="intarsia_environments.tokenizer:CharacterTokenizer",
+            doc="One id for each character of a small alphabet.",
+        )
+    ]
+
+
+@hookimpl
 def offer_recipes() -> Sequence[Entry]:
     """Runs that a laptop does in minutes."""
     rows = (

@@ -161,7 +161,9 @@ class ChatRenderer:
 
     def _calls(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
         """The text without its valid calls, and these."""
-        config, kept, calls, position = self._config, [], [], 0
+        config, position = self._config, 0
+        kept: list[str] = []
+        calls: list[ToolCall] = []
         while position < len(text):
             thought, begin = text.find(config.reasoning_open, position), text.find(config.call_open, position)
             if begin < 0:

@@ -1,0 +1,61 @@
+"""The tokenizer `characters`: so few ids that a policy finds right answers by chance. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from intarsia.contracts import Message
+from intarsia.errors import UsageError, did_you_mean
+from intarsia_data.tokenizer import is_trained
+
+from intarsia_environments.config import CharactersConfig
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class CharacterTokenizer:
+    """The characters of an alphabet are ids from 0 on; then an id for every other character, the end of a turn, which also ends a text, and one marker for each role.
+
+    A conversation is, for each turn: the role's marker, the content, end of turn.
+    """
+
+    bos_id = None
+
+    def __init__(self, config: CharactersConfig):
+        for name, items in (("alphabet", config.alphabet), ("roles", config.roles)):
+            twice = sorted({item for item in items if items.count(item) > 1})
+            if twice:
+                raise UsageError(f"characters tokenizer: {name} names {', '.join(map(repr, twice))} twice.")
+        self._characters = config.alphabet
+        self._ids = {character: number for number, character in enumerate(config.alphabet)}
+        self.unknown_id = len(self._ids)
+        self.eos_id = self.pad_id = self.unknown_id + 1
+        self.role_ids = {role: self.eos_id + 1 + number for number, role in enumerate(config.roles)}
+        self.vocab_size = self.eos_id + 1 + len(config.roles)
+        self.byte_lengths = [len(character.encode()) for character in config.alphabet] + [0] * (self.vocab_size - len(self._ids))
+
+    def encode(self, text: str) -> list[int]:
+        """One id for each character."""
+        return [self._ids.get(character, self.unknown_id) for character in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The characters; U+FFFD where it was an unknown one, nothing where it is none."""
+        known = len(self._characters)
+        return "".join(self._characters[number] if number < known else REPLACEMENT for number in ids if 0 <= number <= known)
+
+    def render(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """Ids of a conversation and their mask."""
+        ids: list[int] = []
+        mask: list[bool] = []
+        for message in messages:
+            if message.role not in self.role_ids:
+                raise UsageError(f"characters tokenizer: there is no role {message.role!r}. {did_you_mean(message.role, self.role_ids)}")
+            content = self.encode(message.content)
+            ids += [self.role_ids[message.role], *content, self.eos_id]
+            mask += [False] + [is_trained(message)] * (len(content) + 1)
+        return ids, mask
+
+    def fingerprint(self) -> str:
+        """Over alphabet and roles."""
+        return hashlib.blake2b(f"characters 1 {self._characters!r} {tuple(self.role_ids)}".encode(), digest_size=16).hexdigest()
