@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from intarsia import ops
 from intarsia.contracts import IGNORE
@@ -12,25 +14,67 @@ from torch import Tensor
 def reference(
     hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, *, softcap: float | None = None, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability [N], entropy [N] without gradient), float32, in nats, of `softmax(hidden @ weight^T)`; both 0 where the token is IGNORE.
+    """(log-probability [N], entropy [N] without gradient), float32 (float64 for float64), in nats, of `softmax(hidden @ weight^T)`; both 0 where the token is IGNORE.
 
-    `softcap` c makes the logits z `c * tanh(z / c)`. The logits of `chunk` tokens are there at once.
+    `softcap` c makes the logits z `c * tanh(z / c)`. The logits of `chunk` tokens are there at once: backward computes them again, a chunk at a time, by the same operator.
     """
-    chosen, entropies = [], []
-    for start in range(0, hidden_ND.shape[0], chunk):
-        tokens = tokens_N[start : start + chunk]
-        logits_NV = ops.linear(hidden_ND[start : start + chunk], weight_VD).float()
-        logits_NV = logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap)
-        log_p_NV = logits_NV.log_softmax(-1)
-        ignored_N = tokens == IGNORE
-        index_N1 = tokens.masked_fill(ignored_N, 0)[:, None]
-        chosen.append(log_p_NV.gather(1, index_N1).squeeze(1).masked_fill(ignored_N, 0.0))
-        fixed_NV = log_p_NV.detach()
-        entropies.append(-(fixed_NV.exp() * fixed_NV).sum(-1).masked_fill(ignored_N, 0.0))
-    if not chosen:
-        nothing = hidden_ND.sum(-1).float()
-        return nothing, nothing.detach()
-    return torch.cat(chosen), torch.cat(entropies)
+    return _TokenLogProbs.apply(hidden_ND, weight_VD, tokens_N, softcap, chunk)
+
+
+def _log_softmax(hidden_ND: Tensor, weight_VD: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """(log-probabilities, slope of the soft cap) [N, V] of a chunk."""
+    logits_NV = ops.linear(hidden_ND, weight_VD)
+    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    if softcap is None:
+        return logits_NV.log_softmax(-1), None
+    tanh_NV = torch.tanh(logits_NV / softcap)
+    return (softcap * tanh_NV).log_softmax(-1), 1 - tanh_NV.square()
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, softcap: float | None, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
+        chosen_N = hidden_ND.new_empty(hidden_ND.shape[0], dtype=wide)
+        entropy_N = torch.empty_like(chosen_N)
+        for start in range(0, hidden_ND.shape[0], chunk):
+            here = slice(start, start + chunk)
+            log_p_NV, _ = _log_softmax(hidden_ND[here], weight_VD, softcap)
+            ignored_N = tokens_N[here] == IGNORE
+            index_N1 = tokens_N[here].masked_fill(ignored_N, 0)[:, None]
+            chosen_N[here] = log_p_NV.gather(1, index_N1).squeeze(1).masked_fill(ignored_N, 0.0)
+            entropy_N[here] = -(log_p_NV.exp() * log_p_NV).sum(-1).masked_fill(ignored_N, 0.0)
+        ctx.save_for_backward(hidden_ND, weight_VD, tokens_N)
+        ctx.softcap, ctx.chunk = softcap, chunk
+        ctx.mark_non_differentiable(entropy_N)
+        return chosen_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, tokens_N = ctx.saved_tensors
+        grad_N = grads[0]
+        grad_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=grad_N.dtype) if ctx.needs_input_grad[1] else None
+        for start in range(0, hidden_ND.shape[0], ctx.chunk):
+            here = slice(start, start + ctx.chunk)
+            h_ND = hidden_ND[here]
+            log_p_NV, slope_NV = _log_softmax(h_ND, weight_VD, ctx.softcap)
+            ignored_N = tokens_N[here] == IGNORE
+            grad_N1 = grad_N[here][:, None]
+            # d log p[y] / dz = 1[y] - p
+            grad_NV = log_p_NV.exp_().mul_(-grad_N1).scatter_add_(1, tokens_N[here].masked_fill(ignored_N, 0)[:, None], grad_N1)
+            if slope_NV is not None:
+                grad_NV.mul_(slope_NV)
+            grad_NV = grad_NV.masked_fill_(ignored_N[:, None], 0.0).to(h_ND.dtype)
+            if grad_hidden_ND is not None:
+                torch.mm(grad_NV, weight_VD.to(h_ND.dtype), out=grad_hidden_ND[here])
+            if grad_weight_VD is not None and grad_weight_VD.dtype == grad_NV.dtype:
+                grad_weight_VD.addmm_(grad_NV.t(), h_ND)
+            elif grad_weight_VD is not None:  # the sum over chunks stays wide
+                grad_weight_VD += torch.mm(grad_NV.t(), h_ND)
+        return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None, None
 
 
 token_log_probs = Operator("token_log_probs", reference, "other", invariant=False)
