@@ -6,9 +6,19 @@ of 0.06 (0.5 for embeddings) and a learning rate of 1e-3 learn; at 3e-3 entropy 
 
 from __future__ import annotations
 
-from intarsia.config import CheckpointConfig, DataConfig, EnvironmentConfig, EvaluationConfig, Recipe, TokenizerConfig, TrainConfig
+from intarsia.config import (
+    CheckpointConfig,
+    DataConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    MixturePart,
+    Recipe,
+    TokenizerConfig,
+    TrainConfig,
+)
 from intarsia_checkpoint_posix.config import PosixConfig
 from intarsia_checkpoint_stream.config import StreamConfig
+from intarsia_data.config import StdlibConfig
 from intarsia_eager.config import EagerConfig
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_generation.engine.config import LocalConfig
@@ -72,7 +82,8 @@ def _debug(
                 groups=groups,
             ),
             tokenizer=tokenizer,
-            mixture=(),
+            # Every recipe names a source; rollouts read none.
+            mixture=(MixturePart(source=StdlibConfig(limit=1)),),
         ),
         optimizer=AdamWConfig(lr=lr, weight_decay=0.0, betas=(0.9, 0.95)),
         schedule=WSDConfig(warmup_steps=10, decay=0.3),
