@@ -168,6 +168,13 @@ def _router_linear(normal: Normal) -> Iterator[Case]:
         yield Case(f"{tokens} tokens of {dim}, {experts} experts", {"x_ND": normal(tokens, dim), "weight_ED": normal(experts, dim)}, {})
 
 
+def _router_sigmoid(normal: Normal) -> Iterator[Case]:
+    for tokens, experts in ((1, 1), (15, 7), (63, 64)):
+        logits = 3 * normal(tokens, experts)
+        yield Case(f"{tokens} tokens, {experts} experts", {"logits_NE": logits}, {}, ("logits_NE",))
+    yield Case("scores of 0 and 1", {"logits_NE": 30 * normal(5, 9)}, {}, ("logits_NE",))
+
+
 def _routes(tokens: int, k: int, dropped: int, tail: int) -> dict[str, Tensor]:
     """Pairs in a fixed disorder; some are dropped, and some rows serve none."""
     pairs = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(tokens))[dropped:]
@@ -258,6 +265,7 @@ _CASES: dict[str, Callable[[Normal], Iterator[Case]]] = {
     "grouped_linear": _grouped_linear,
     "scaled_grouped_linear": _scaled_grouped_linear,
     "router_linear": _router_linear,
+    "router_sigmoid": _router_sigmoid,
     "permute": _permute,
     "combine": _combine,
 }

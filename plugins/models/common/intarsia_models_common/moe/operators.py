@@ -10,7 +10,10 @@ from intarsia.ops import Operator
 from intarsia_models_common.moe import products, rows
 
 GROUPED_LINEAR = Operator("grouped_linear", products.grouped_linear, "other", invariant=False)
-SCALED_GROUPED_LINEAR = Operator("scaled_grouped_linear", products.scaled_grouped_linear, "other", invariant=False)
+# As invariant as what is in force for `grouped_linear`: the reference runs that.
+SCALED_GROUPED_LINEAR = Operator("scaled_grouped_linear", products.scaled_grouped_linear, "other", invariant=True)
 ROUTER_LINEAR = Operator("router_linear", products.router_linear, "other", invariant=False)
+# On a CPU an element's sigmoid depends on how many elements there are, in its last bit.
+ROUTER_SIGMOID = Operator("router_sigmoid", products.router_sigmoid, "pointwise", invariant=False)
 PERMUTE = Operator("permute", rows.permute, "other", invariant=True)
 COMBINE = Operator("combine", rows.combine, "other", invariant=True)

@@ -61,6 +61,7 @@ def offer_operators() -> Sequence[Entry]:
         _operator("grouped_linear", "Rows in groups, a matrix for each group."),
         _operator("scaled_grouped_linear", "The same with matrices as float8 and one scale for each tile."),
         _operator("router_linear", "A router's logits, in float32 whatever the dtypes are."),
+        _operator("router_sigmoid", "A router's scores of experts that do not compete."),
         _operator("permute", "Tokens to the rows of their experts."),
         _operator("combine", "Experts' rows back to their tokens, weighted and summed."),
     ]

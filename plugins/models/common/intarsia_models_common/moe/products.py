@@ -186,3 +186,8 @@ def _wide(tensor: Tensor) -> Tensor:
 def router_linear(x_ND: Tensor, weight_ED: Tensor) -> Tensor:
     """`x @ weight^T` in float32 (float64 for that dtype) whatever the dtypes are: [N, E]."""
     return _RouterLinear.apply(x_ND, weight_ED)
+
+
+def router_sigmoid(logits_NE: Tensor) -> Tensor:
+    """Each expert's score by itself, `1 / (1 + exp(-logit))`: [N, E]."""
+    return torch.sigmoid(logits_NE)

@@ -27,7 +27,7 @@ from intarsia_models_common.moe.config import (
     SigmoidRouterConfig,
     SoftmaxRouterConfig,
 )
-from intarsia_models_common.moe.operators import ROUTER_LINEAR
+from intarsia_models_common.moe.operators import ROUTER_LINEAR, ROUTER_SIGMOID
 
 
 @dataclasses.dataclass
@@ -89,7 +89,7 @@ class Router(nn.Module):
 
     def score(self, logits_NE: Tensor) -> Tensor:
         """Scores of all experts, each positive."""
-        return torch.sigmoid(logits_NE) if self.scoring == "sigmoid" else torch.softmax(logits_NE, -1)
+        return ROUTER_SIGMOID(logits_NE) if self.scoring == "sigmoid" else torch.softmax(logits_NE, -1)
 
     def choose(self, biased_NE: Tensor) -> Tensor:
         """K experts of each token from its scores with their bias, without gradient."""

@@ -1,0 +1,63 @@
+"""Products of mixtures of experts whose rows do not depend on the batch. N tokens, M rows for experts, E experts, D model width, I input and O output features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from intarsia_models_common.moe.products import grouped, weight_gradient
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from intarsia_kernels.invariant.products import product
+
+
+def _product(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """[M, O]: each group by itself in tiles, wherever it begins."""
+    y_MO = x_MI.new_zeros(x_MI.shape[0], weight_EOI.shape[1])
+    if isinstance(counts_E, FakeTensor) or counts_E.is_meta:
+        return y_MO  # shapes alone
+    start = 0
+    for e, count in enumerate(counts_E.tolist()):
+        if start + count > x_MI.shape[0]:
+            raise ValueError(f"grouped_linear: the groups hold more rows than the {x_MI.shape[0]} that there are")
+        if count:
+            y_MO[start : start + count] = product(x_MI[start : start + count], weight_EOI[e])
+        start += count
+    return y_MO
+
+
+_grouped = grouped(_product, weight_gradient)
+
+
+def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """As the operator `grouped_linear`."""
+    return _grouped(x_MI, weight_EOI, counts_E)
+
+
+grouped_linear.weight_gradient = weight_gradient  # type: ignore[attr-defined]
+
+
+class _RouterLinear(torch.autograd.Function):
+    """Keeps the input as it is and not its float32 copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_ND, weight_ED)
+        return product(_wide(x_ND), _wide(weight_ED))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_ED = ctx.saved_tensors
+        grad_x = torch.mm(grads[0], _wide(weight_ED)).to(x_ND.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.mm(grads[0].t(), _wide(x_ND)).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def router_linear(x_ND: Tensor, weight_ED: Tensor) -> Tensor:
+    """As the operator `router_linear`."""
+    return _RouterLinear.apply(x_ND, weight_ED)

@@ -1,0 +1,42 @@
+"""Kernels of the batch-invariant mode. They run when they are named, as `intarsia_rl`'s transform `batch_invariant` does. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from intarsia.contracts import KernelEntry
+from intarsia.hookspecs import hookimpl
+
+INTARSIA_API = 1
+
+_HERE = "intarsia_kernels.invariant"
+_BOUNDS = {"*@float32": 2e-5, "*@bfloat16": 2e-2}
+
+
+def _tiled(op: str, module: str, doc: str, bounds: Mapping[str, float] = _BOUNDS) -> KernelEntry:
+    """One for the CPU."""
+    return KernelEntry(
+        name=f"{op}/tiled",
+        op=op,
+        target=f"{_HERE}.{module}:{op}",
+        doc=doc,
+        needs=("cpu",),
+        dtypes=("float32", "bfloat16"),
+        bounds=bounds,
+        invariant=True,
+    )
+
+
+@hookimpl
+def offer_kernels() -> Sequence[KernelEntry]:
+    """For every operator whose reference depends on the batch on a CPU."""
+    return [
+        _tiled("linear", "linear", "Products of 16 rows, or one that was seen to give their bits.", {**_BOUNDS, "bias_O@bfloat16": 5e-2}),
+        _tiled("attention", "attention", "Tiles of 16 queries and 32 keys at absolute positions in the document, softmax in float32."),
+        _tiled("swiglu", "pointwise", "By the exponential, which is one function wherever an element lies."),
+        _tiled("cross_entropy", "losses", "The sum of log-probabilities that are each independent of the batch."),
+        _tiled("token_log_probs", "losses", "Logits by products of 16 rows; none are kept."),
+        _tiled("grouped_linear", "experts", "Each group by itself, in products of 16 rows."),
+        _tiled("router_linear", "experts", "In float32, in products of 16 rows."),
+        _tiled("router_sigmoid", "pointwise", "By the exponential, which is one function wherever an element lies."),
+    ]
