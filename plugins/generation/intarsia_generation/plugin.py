@@ -1,4 +1,4 @@
-"""Offers the command `generate`. Torch-free."""
+"""Offers the command `generate` and the generator `local`. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,5 +18,18 @@ def offer_commands() -> Sequence[Entry]:
             name="generate",
             target="intarsia_generation.cli:command",
             doc="Write text with a run's, a checkpoint's or a Hugging Face folder's model.",
+        )
+    ]
+
+
+@hookimpl(optionalhook=True)
+def offer_generators() -> Sequence[Entry]:
+    """The embedded generator, where reinforcement learning is installed."""
+    return [
+        Entry(
+            name="local",
+            config="intarsia_generation.engine.config:LocalConfig",
+            target="intarsia_generation.engine.build:build",
+            doc="The embedded generator: paged caches, continuous batching, prefix cache. CPU or GPU; needs nothing else.",
         )
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,19 @@ from intarsia_generation.settings import SamplingConfig
 
 NEVER = float("-inf")
 SMALLEST = torch.finfo(torch.float32).tiny
+
+
+class Settings(Protocol):
+    """What `probabilities` reads; `SamplingConfig` says what each means."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
 
 
 def keep_top_k(logits_BV: Tensor, k: int) -> Tensor:
@@ -36,7 +50,7 @@ def keep_min_p(logits_BV: Tensor, share: float) -> Tensor:
     return logits_BV.masked_fill(probabilities_BV < share * probabilities_BV.amax(-1, keepdim=True), NEVER)
 
 
-def probabilities(logits_BV: Tensor, config: SamplingConfig) -> Tensor:
+def probabilities(logits_BV: Tensor, config: Settings) -> Tensor:
     """What a token is drawn by, float32: temperature, top-k, top-p, min-p, softmax. The temperature must not be 0."""
     # Below the likeliest, which stays 0 however small the temperature is: a quotient that overflows would be no number.
     logits_BV = logits_BV.float() - logits_BV.float().amax(-1, keepdim=True)

@@ -1,0 +1,89 @@
+"""From a recipe to the generator `local`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+from intarsia import device as devices
+from intarsia import ops
+from intarsia.errors import UsageError, did_you_mean
+from intarsia.layout import DTYPE_BYTES
+from intarsia_rl.contracts import GeneratorContext, GeneratorFacts
+from intarsia_rl.weights.build import build_model, fill_initial
+from intarsia_rl.weights.fill import fill, filled_version
+from torch import nn
+
+from intarsia_generation.engine.config import LocalConfig
+from intarsia_generation.engine.context import block_bytes, specs_of
+from intarsia_generation.engine.engine import Engine, Sizes
+from intarsia_generation.engine.generator import LocalGenerator
+from intarsia_generation.engine.routes import has_routers
+
+CPU_CACHE_BYTES = 512 << 20
+GPU_CACHE_SHARE = 0.6
+
+
+def build(config: LocalConfig, context: GeneratorContext) -> LocalGenerator:
+    """The generator of a run. Its weights are unfilled unless `context.initial`."""
+    recipe, plugins = context.recipe, context.plugins
+    device = devices.select(config.device)
+    dtype = recipe.precision.compute if config.dtype == "auto" else config.dtype
+    if dtype not in DTYPE_BYTES or not getattr(torch, dtype).is_floating_point:
+        floating = [name for name in DTYPE_BYTES if getattr(torch, name).is_floating_point]
+        raise UsageError(f"generator.dtype is {dtype!r}. {did_you_mean(dtype, floating)}")
+    kernels = {**recipe.kernels, **config.kernels}
+    selection = ops.select(kernels, plugins, devices.capabilities(), dtype, invariant=context.invariant)
+    model = build_model(recipe, plugins, device, getattr(torch, dtype))
+    if context.invariant:
+        make_plain(model)
+    sizes = sizes_of(config, model, recipe.model.max_positions, device)
+    engine = Engine(
+        model,
+        device,
+        sizes,
+        lambda weights: fill(model, weights, plugins),
+        filled=lambda: filled_version(model),
+        choices=selection.choices,
+        invariant=context.invariant,
+    )
+    if context.initial:
+        fill_initial(model, recipe, plugins)
+        engine.begin(0)
+    capabilities = ["forced", *(["routes"] if has_routers(model) else []), *(["invariant"] if context.invariant else [])]
+    facts = GeneratorFacts("local", recipe.model.vocab_size, sizes.max_tokens, sizes.max_sequences, tuple(capabilities))
+    return LocalGenerator(engine, facts, functools.partial(plugins.build, recipe.data.tokenizer))
+
+
+def make_plain(model: nn.Module) -> None:
+    """Latent attention in the form that training takes: another order of products gives other bits."""
+    for module in model.modules():
+        if getattr(module, "form", None) in ("auto", "absorbed"):
+            cast(Any, module).form = "plain"
+
+
+def sizes_of(config: LocalConfig, model: nn.Module, positions: int, device: torch.device) -> Sizes:
+    """Numbers for what the settings leave open. UsageError where the caches could not hold a request."""
+    wanted = min(config.max_tokens or positions, positions)
+    one = block_bytes(specs_of(model), config.block)
+    all_full = config.max_sequences * -(-wanted // config.block)
+    if config.blocks is not None:
+        blocks = config.blocks
+    else:
+        room = config.cache_bytes or (
+            CPU_CACHE_BYTES if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
+        )
+        blocks = min(all_full, room // max(1, one))
+    if blocks * config.block < 2:
+        raise UsageError(
+            f"The generator's caches hold {blocks} blocks of {config.block} tokens ({one} bytes each): no request fits. Raise generator.cache_bytes."
+        )
+    return Sizes(
+        block=config.block,
+        blocks=blocks,
+        max_sequences=config.max_sequences,
+        max_batch_tokens=config.max_batch_tokens,
+        max_tokens=min(wanted, blocks * config.block),
+        prefix_cache=config.prefix_cache,
+    )

@@ -1,0 +1,299 @@
+"""The model's side of the paged caches.
+
+Shape suffixes: B rows of a call, S new tokens of a row, N all new tokens in a line, R sequences that are computed alike, T entries of a sequence, W blocks of a sequence, H query heads, K key/value
+heads, D head dim, C width of a latent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from intarsia import ops
+from intarsia.contracts import CacheSpec, Mixer, MixerSpec
+from intarsia.errors import PluginError, UsageError, did_you_mean
+from torch import Tensor, nn
+
+from intarsia_generation.engine.scheduler import Chunk
+
+SERVED = ("softmax", "latent")
+
+
+def specs_of(model: nn.Module) -> dict[str, MixerSpec]:
+    """The mixers of a model and what they ask for. UsageError, naming kind and mixer, for what this generator does not serve."""
+    specs = {name: module.cache_spec() for name, module in model.named_modules() if isinstance(module, Mixer)}
+    for mixer, spec in specs.items():
+        if spec.kind not in SERVED or any(cache.storage != "paged" for cache in spec.caches):
+            refuse(spec.kind, mixer)
+    return specs
+
+
+def refuse(kind: str, mixer: str) -> NoReturn:
+    """What this generator does not serve."""
+    raise UsageError(
+        f"Mixer {mixer!r} asks for a context of kind {kind!r} which PagedContext of the generator `local` does not serve (it serves {', '.join(SERVED)} with paged caches), so this "
+        "model cannot generate here."
+    )
+
+
+def block_bytes(specs: dict[str, MixerSpec], size: int) -> int:
+    """What one block of all caches occupies."""
+    caches = [cache for spec in specs.values() for cache in spec.caches]
+    return size * sum(getattr(torch, cache.dtype).itemsize * torch.Size(cache.shape).numel() for cache in caches)
+
+
+@dataclasses.dataclass
+class Group:
+    """Sequences with equally many new tokens: R sequences of S tokens, `first` to `last` of the line.
+
+    `tables_RW` are their blocks, None where nothing was there before: then the new tokens are all that they see. `kept` holds, by window, which blocks are read and the positions of what is in them.
+    """
+
+    sequences: int
+    tokens: int
+    first: int
+    last: int
+    positions_RS: Tensor
+    tables_RW: Tensor | None
+    kept: dict[int | None, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
+
+
+class PagedContext:
+    """A SequenceContext over caches in blocks. Stability: provisional.
+
+    `begin(chunks)` announces new tokens and gives them in the arrangement in which the model is called on them, once: continued requests as rows of one token, prompts one behind the other in one
+    row. Nothing is padded. New entries are written before any is read, so that a sequence may read blocks that another one fills in the same call. Entries are handed to
+    `ops.attention` in the order of their positions (entry t has position t), with what lies behind a sequence's end, which causality hides.
+
+    Arguments: `count` blocks of `size` tokens (and block 0, which belongs to nobody), tables for `sequences` of at most `longest` tokens. `narrow`: of a cache with a window only blocks are read that
+    hold some of it; otherwise all, so that entry t lies at t whatever the window.
+    """
+
+    positions_BS: Tensor
+    attention: Callable[..., Tensor] | None
+
+    def __init__(
+        self,
+        specs: dict[str, MixerSpec],
+        device: torch.device,
+        *,
+        count: int,
+        size: int,
+        sequences: int,
+        longest: int,
+        narrow: bool = True,
+    ) -> None:
+        self.device, self.size, self.narrow = device, size, narrow
+        self._specs = specs
+        self._caches = {
+            (mixer, cache.name): _zeros((count + 1, size, *cache.shape), getattr(torch, cache.dtype), device)
+            for mixer, spec in specs.items()
+            for cache in spec.caches
+        }
+        self._tables = torch.zeros((sequences, -(-longest // size)), dtype=torch.int64)
+        self._filled = [0] * sequences
+        self._owners: list[Any] = [None] * sequences
+        self._groups: list[Group] = []
+        self.slots_N = torch.zeros(0, dtype=torch.int64, device=device)
+        self.attention = None
+
+    def clear(self) -> None:
+        """Zeros everywhere: numbers that are not finite would spoil sums even where their weight is 0."""
+        self._caches = {key: _zeros(cache.shape, cache.dtype, cache.device) for key, cache in self._caches.items()}
+
+    def cache_bytes(self) -> int:
+        """What the caches occupy."""
+        return sum(cache.numel() * cache.element_size() for cache in self._caches.values())
+
+    # ------------------------------------------------------------ announcing tokens
+
+    def begin(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Tokens [B, S] for the model, of chunks that are all `decode` or none is. They lie in the order of `chunks`, which `arranged` gives."""
+        is_decode = chunks[0].decode
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for chunk in chunks:
+            self._update_table(chunk)
+            tokens += chunk.job.tokens[chunk.start : chunk.end]
+            places = range(chunk.start, chunk.end)
+            positions += places
+            blocks = chunk.job.blocks
+            slots += [blocks[place // self.size] * self.size + place % self.size for place in places]
+        line_3N = torch.tensor([tokens, positions, slots], dtype=torch.int64).to(self.device)
+        tokens_N, positions_N, self.slots_N = line_3N.unbind()
+        self._groups = list(self._grouped(chunks, positions_N))
+        self.positions_BS = positions_N[:, None] if is_decode else positions_N[None]
+        (first, *others) = self._groups
+        # Where rows of the call are not rows of the groups, latents are handed out in a line and this context knows who sees what.
+        is_plain = is_decode or (not others and first.sequences == 1)
+        self.attention = None if is_plain else self._attention_over_line
+        return tokens_N[:, None] if is_decode else tokens_N[None]
+
+    def _update_table(self, chunk: Chunk) -> None:
+        job, row = chunk.job, chunk.job.row
+        if self._owners[row] is not job.blocks:  # another request, or the same one with blocks of its second life
+            self._owners[row], self._filled[row] = job.blocks, 0
+        filled = self._filled[row]
+        if filled < len(job.blocks):
+            self._tables[row, filled : len(job.blocks)] = torch.tensor(job.blocks[filled:], dtype=torch.int64)
+            self._filled[row] = len(job.blocks)
+
+    def _grouped(self, chunks: Sequence[Chunk], positions_N: Tensor) -> Any:
+        first = 0
+        for (is_fresh, size), alike in itertools.groupby(chunks, lambda chunk: arrangement(chunk)):
+            members = list(alike)
+            last = first + size * len(members)
+            tables_RW = None
+            if not is_fresh:
+                width = max(-(-chunk.end // self.size) for chunk in members)
+                rows = torch.tensor([chunk.job.row for chunk in members], dtype=torch.int64)
+                # Behind a row's own blocks may stand what the row before it had: blocks that exist, at positions that causality hides.
+                tables_RW = self._tables[rows, :width].to(self.device)
+            yield Group(len(members), size, first, last, positions_N[first:last].view(-1, size), tables_RW)
+            first = last
+
+    # ------------------------------------------------------------ what mixers call
+
+    def softmax(
+        self,
+        mixer: str,
+        q_BSHD: Tensor,
+        k_BSKD: Tensor,
+        v_BSKD: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Causal softmax attention of the new tokens over the cached ones and themselves. Returns [B, S, H, Dv]."""
+        key, value = self._spec(mixer, "softmax").caches
+        keys, values = self._written(mixer, key, k_BSKD), self._written(mixer, value, v_BSKD)
+        settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
+        lines = [x.flatten(0, 1) for x in (q_BSHD, k_BSKD, v_BSKD)]
+        out = []
+        for group in self._groups:
+            q, k, v = (x[group.first : group.last].unflatten(0, (group.sequences, group.tokens)) for x in lines)
+            if group.tables_RW is None:
+                y = ops.attention(q, k, v, **settings)
+            else:
+                k_RTKD, positions_RT = self._read(keys, group, window)
+                v_RTKD, _ = self._read(values, group, window)
+                y = ops.attention(q, k_RTKD, v_RTKD, positions_q_BS=group.positions_RS, positions_k_BT=positions_RT, **settings)
+            out.append(y.flatten(0, 1))
+        return _joined(out).unflatten(0, q_BSHD.shape[:2])
+
+    def latent(self, mixer: str, latent_BSC: Tensor, attend: Callable[..., Tensor], **settings: Any) -> Tensor:
+        """Attention over a latent: `attend` sees all that is cached, with its positions. Where nothing was cached before, it sees the new tokens as they are. Prompts of several
+        requests come in one row: then `attend` sees the entries of all, and this context's `attention` knows whose are whose."""
+        (spec,) = self._spec(mixer, "latent").caches
+        cache = self._written(mixer, spec, latent_BSC)
+        (first, *_) = self._groups
+        if self.attention is None:
+            if first.tables_RW is None:
+                return attend(latent_BSC, self.positions_BS, None, **settings)
+            latent_RTC, positions_RT = self._read(cache, first, spec.window)
+            return attend(latent_RTC, positions_RT, None, **settings)
+        parts, positions = [], []
+        new_NC = latent_BSC.flatten(0, 1)
+        for group in self._groups:
+            if group.tables_RW is None:
+                parts.append(new_NC[group.first : group.last])
+                positions.append(group.positions_RS.flatten())
+            else:
+                latent_RTC, positions_RT = self._read(cache, group, spec.window)
+                parts.append(latent_RTC.flatten(0, 1))
+                positions.append(positions_RT.expand(group.sequences, -1).flatten())
+        self.attention = functools.partial(self._attention_over_line, counts=[part.shape[0] for part in parts], window=spec.window)
+        return attend(_joined(parts)[None], _joined(positions)[None], None, **settings)
+
+    def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
+        """Refused."""
+        refuse("recurrent", mixer)
+
+    def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
+        """Refused."""
+        refuse("indexed", mixer)
+
+    # ------------------------------------------------------------ caches
+
+    def _attention_over_line(
+        self,
+        q_BSHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKD: Tensor,
+        *,
+        scale: float,
+        counts: Sequence[int] = (),
+        window: int | None = None,
+    ) -> Tensor:
+        """Each group's queries over its own entries; everything lies in one line, B = 1."""
+        out = []
+        parts = zip(self._groups, k_BTKD[0].split(list(counts)), v_BTKD[0].split(list(counts)), strict=True)
+        for group, keys, values in parts:
+            q, k, v = (x.unflatten(0, (group.sequences, -1)) for x in (q_BSHD[0, group.first : group.last], keys, values))
+            if group.tables_RW is None:
+                y = ops.attention(q, k, v, scale=scale, window=window)
+            else:
+                _, positions_RT = self._blocks_of(group, window)
+                y = ops.attention(q, k, v, scale=scale, window=window, positions_q_BS=group.positions_RS, positions_k_BT=positions_RT)
+            out.append(y.flatten(0, 1))
+        return _joined(out)[None]
+
+    def _written(self, mixer: str, spec: CacheSpec, new_BS: Tensor) -> Tensor:
+        """The cache, with the new tokens' entries."""
+        cache = self._caches[mixer, spec.name]
+        cache.flatten(0, 1).index_copy_(0, self.slots_N, new_BS.flatten(0, 1).to(cache.dtype))
+        return cache
+
+    def _read(self, cache: Tensor, group: Group, window: int | None) -> tuple[Tensor, Tensor]:
+        """A group's entries [R, T, ...] and their positions [R or 1, T]."""
+        blocks_RW, positions_RT = self._blocks_of(group, window)
+        entries = cache.index_select(0, blocks_RW.flatten())
+        return entries.unflatten(0, blocks_RW.shape).flatten(1, 2), positions_RT
+
+    def _blocks_of(self, group: Group, window: int | None) -> tuple[Tensor, Tensor]:
+        """Blocks to read, [R, W], and the positions of their entries, [R or 1, T]."""
+        if window not in group.kept:
+            assert group.tables_RW is not None, "nothing was cached before these tokens"
+            width = group.tables_RW.shape[1]
+            offsets_T = torch.arange(self.size, device=self.device)
+            seen = width if window is None else (window + group.tokens - 2) // self.size + 2
+            if self.narrow and seen < width:
+                first_R1 = (group.positions_RS[:, :1] - window + 1).clamp(min=0) // self.size  # type: ignore[operator]
+                numbers_RW = first_R1 + torch.arange(seen, device=self.device)
+                blocks_RW = group.tables_RW.gather(1, numbers_RW.clamp(max=width - 1))
+            else:
+                numbers_RW, blocks_RW = torch.arange(width, device=self.device)[None], group.tables_RW
+            group.kept[window] = blocks_RW, (numbers_RW[..., None] * self.size + offsets_T).flatten(1)
+        return group.kept[window]
+
+    def _spec(self, mixer: str, kind: str) -> MixerSpec:
+        spec = self._specs.get(mixer)
+        if spec is None:
+            raise PluginError(f"Mixer {mixer!r} is no module with a cache_spec(). {did_you_mean(mixer, self._specs)}")
+        if spec.kind != kind:
+            raise PluginError(f"Mixer {mixer!r} calls {kind}(), but its cache_spec() says {spec.kind!r}.")
+        return spec
+
+
+def arrangement(chunk: Chunk) -> tuple[bool, int]:
+    """By what chunks are sorted and grouped: whether nothing was there before, and how many tokens are new."""
+    return chunk.start == 0, chunk.end - chunk.start
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU memory is the system's until something is written, so that a cache costs what is used of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(torch.Size(shape).numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)

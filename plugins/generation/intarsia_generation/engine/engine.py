@@ -1,0 +1,241 @@
+"""One step of all requests. Not for several threads: `generator` runs it on one.
+
+plan -> caches' slots -> the model -> hidden states that decide something -> tokens -> requests that end
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from intarsia import ops
+from intarsia.errors import IntarsiaError, NumericsError, UsageError
+from intarsia_rl.contracts import Generated, GeneratorStats, Routes, WeightVersion
+from torch import Tensor, nn
+
+from intarsia_generation.engine.blocks import BlockPool
+from intarsia_generation.engine.chosen import Row, decide, rows_of
+from intarsia_generation.engine.context import PagedContext, arrangement, specs_of
+from intarsia_generation.engine.request import Job
+from intarsia_generation.engine.routes import RouteCache, routes_of
+from intarsia_generation.engine.scheduler import Chunk, Scheduler
+
+_KERNELS = threading.Lock()
+"""Kernels are in force for a process: several generators of one take turns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of caches and steps: as `LocalConfig` has them, with numbers for what is open there."""
+
+    block: int
+    blocks: int
+    max_sequences: int
+    max_batch_tokens: int
+    max_tokens: int
+    prefix_cache: bool = True
+
+
+class Engine:
+    """A model, its caches and its requests. Stability: provisional.
+
+    Arguments: `fill` puts weights into the model and raises where they are not what was published; `filled` says which version is whole in the model as it is now; `choices` are the kernels; `invariant` keeps every cache's entries where their positions are.
+    `version` is None while no weights can be served.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        sizes: Sizes,
+        fill: Callable[[WeightVersion], None],
+        *,
+        filled: Callable[[], int | None] = lambda: None,
+        choices: Mapping[str, ops.Choice] | None = None,
+        invariant: bool = False,
+    ) -> None:
+        self.model: Any = model
+        self.device, self.sizes, self.choices = device, sizes, dict(choices or {})
+        self._fill, self._filled = fill, filled
+        self.version: int | None = None
+        self.pool = BlockPool(sizes.blocks, sizes.block)
+        self.scheduler = Scheduler(self.pool, sizes.max_sequences, sizes.max_batch_tokens, sizes.prefix_cache, self._note_routes)
+        self.context = PagedContext(
+            specs_of(model),
+            device,
+            count=sizes.blocks,
+            size=sizes.block,
+            sequences=sizes.max_sequences,
+            longest=sizes.max_tokens,
+            narrow=not invariant,
+        )
+        self.routes = RouteCache(model, (sizes.blocks + 1) * sizes.block)
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        self.busy_s = 0.0
+
+    # ------------------------------------------------------------ requests
+
+    def add(self, job: Job) -> None:
+        """A request arrives."""
+        self.scheduler.add(job)
+
+    def end(self, job: Job, result: BaseException | Generated | None = None) -> None:
+        """A request is over: with what it has, as aborted (None), or with an error."""
+        if job in self.scheduler.running or job in self.scheduler.waiting:
+            result = job.result("abort", self._routes(job)) if result is None else result
+            self.scheduler.remove(job)
+            job.on_end(result)
+
+    def drop(self, job: Job) -> None:
+        """Nobody waits for a request any more."""
+        self.scheduler.remove(job)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All requests, those that run first."""
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    # ------------------------------------------------------------ weights
+
+    def update(self, weights: WeightVersion) -> None:
+        """Take weights, between two steps. What runs is computed anew under them before it goes on, so that no cache mixes versions."""
+        if weights.version == self.version:
+            return
+        if self.version is not None and weights.version < self.version:
+            raise UsageError(
+                f"The generator has weights of version {self.version} and was given version {weights.version}: weights never go back. Start another "
+                "generator for older ones."
+            )
+        # From here on nothing is served until the new weights are there and were read back: half-filled ones must give no token.
+        before, self.version = self.version, None
+        try:
+            self._fill(weights)
+        except BaseException:
+            # Refused before anything was touched: the old weights are whole.
+            self.version = before if before is not None and self._filled() == before else None
+            raise
+        self.begin(weights.version)
+
+    def begin(self, version: int) -> None:
+        """The model has the weights of this version."""
+        self.scheduler.set_version(version)
+        self.version = version
+
+    # ------------------------------------------------------------ a step
+
+    def step(self, admit: bool = True) -> bool:
+        """Compute what is next. Whether there was anything. Where that fails, the requests that it was for end with the error."""
+        if self.version is None:
+            return False
+        chunks = self.scheduler.plan(admit)
+        if not chunks:
+            return False
+        start = time.perf_counter()
+        try:
+            with _KERNELS, torch.no_grad(), ops.installed(self.choices):
+                self._decide(chunks)
+        except Exception as error:
+            # A step that fails would fail again. What blocks are said to hold may not be in them.
+            for chunk in chunks:
+                chunk.job.computed = min(chunk.job.computed, chunk.start)
+                self.end(chunk.job, error if isinstance(error, IntarsiaError) else RuntimeError(f"A step of the generator failed: {error}"))
+            self._start_over()
+        finally:
+            self.busy_s += time.perf_counter() - start
+        return True
+
+    def _decide(self, chunks: list[Chunk]) -> None:
+        rows: list[Row] = []
+        hidden: list[Tensor] = []
+        for is_decode in (True, False):
+            part = [chunk for chunk in chunks if chunk.decode == is_decode]
+            if part:
+                part.sort(key=arrangement)
+                some, hidden_ND = self._computed(part)
+                rows += some
+                hidden.append(hidden_ND)
+        if not rows:
+            return
+        version = self.version
+        assert version is not None, "there are no weights"
+        tokens, log_probs = decide(self.model, torch.cat(hidden) if len(hidden) > 1 else hidden[0], rows)
+        unsound: list[Job] = []
+        for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
+            if not math.isfinite(log_prob):
+                unsound.append(row.job)
+            elif row.job not in unsound:
+                row.job.take(token, log_prob, version)
+                self.generated_tokens += row.token is None
+        self._finish({id(row.job): row.job for row in rows}.values(), unsound)
+
+    def _computed(self, chunks: Sequence[Chunk]) -> tuple[list[Row], Tensor]:
+        """Run the model on chunks of one kind; rows that decide something, and their hidden states [rows, D]."""
+        tokens_BS = self.context.begin(chunks)
+        with self.routes.recording(self.context.slots_N):
+            hidden_ND = self.model(tokens_BS, self.context).flatten(0, 1)
+        for chunk in chunks:
+            self.prompt_tokens += max(0, min(chunk.end, chunk.job.prompt) - chunk.start)
+        rows = rows_of(chunks)
+        if len(rows) == hidden_ND.shape[0]:
+            return rows, hidden_ND
+        return rows, hidden_ND[torch.tensor([row.place for row in rows], dtype=torch.int64).to(self.device)]
+
+    def _finish(self, jobs: Iterable[Job], unsound: list[Job]) -> None:
+        for job in jobs:
+            if job in unsound:
+                continue
+            job.tell()
+            if job.finish is not None:
+                result = job.result(job.finish, self._routes(job))
+                self.cached_tokens += result.cached_tokens
+                self.scheduler.remove(job)
+                job.on_end(result)
+        if unsound:
+            for job in unsound:
+                self.end(
+                    job,
+                    NumericsError(
+                        f"The model gives logits that are not finite for request {job.request.id!r} under weights of version {self.version}: they are not sound."
+                    ),
+                )
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """Nothing in the caches is trusted any more; what runs is computed anew."""
+        self.scheduler.set_version(-1 if self.version is None else self.version)
+        self.context.clear()
+
+    # ------------------------------------------------------------ routes
+
+    def _note_routes(self, job: Job) -> None:
+        """Read the choices that go with caches which are about to be dropped: a token's experts are those that it was computed with first."""
+        known = sum(part.shape[0] for part in job.routes)
+        end = min(job.computed, job.decided)
+        if job.request.routes and self.routes.serves and known < end:
+            size = self.sizes.block
+            job.routes.append(self.routes.read([job.blocks[place // size] * size + place % size for place in range(known, end)]))
+
+    def _routes(self, job: Job) -> Routes | None:
+        self._note_routes(job)
+        return routes_of(job.routes) if job.routes else None
+
+    # ------------------------------------------------------------ how it is
+
+    def stats(self, paused: bool) -> GeneratorStats:
+        """As the contract has it."""
+        return GeneratorStats(
+            version=-1 if self.version is None else self.version,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            cache_used=self.pool.used / self.pool.count,
+            busy_s=self.busy_s,
+            paused=paused,
+        )

@@ -1,0 +1,234 @@
+"""The generator entry `local`: asyncio in front, and one thread that computes, so that the loop stays responsive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from intarsia.contracts import Tokenizer
+from intarsia.errors import UsageError
+from intarsia_rl.contracts import Generated, GeneratorFacts, GeneratorStats, Request, WeightVersion
+
+from intarsia_generation.engine.engine import Engine
+from intarsia_generation.engine.request import Job
+
+Command = Callable[[], None]
+
+
+@dataclasses.dataclass(eq=False)
+class _Drain:
+    """Something to do as soon as no request runs."""
+
+    kind: Literal["update", "pause"]
+    action: Command
+    end: Callable[[Any], None]
+
+
+class LocalGenerator:
+    """A `Generator` over an Engine. Stability: provisional.
+
+    `tokenizer` makes the one that finds stop texts, when the first request has some. Requests that come before there are weights wait for them.
+    """
+
+    def __init__(self, engine: Engine, facts: GeneratorFacts, tokenizer: Callable[[], Tokenizer] | None = None) -> None:
+        self.facts = facts
+        self._engine, self._make_tokenizer = engine, tokenizer
+        self._tokenizer: Tokenizer | None = None
+        self._ids: set[str] = set()
+        self._arrivals = itertools.count()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._drains: list[_Drain] = []
+        self._paused = self._closed = False
+        self._thread = threading.Thread(target=self._work, name="generator", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------ the contract
+
+    async def generate(self, request: Request, on_tokens: Callable[[Sequence[int]], None] | None = None) -> Generated:
+        """See `intarsia_rl.contracts.Generator`."""
+        self._check(request)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Generated] = loop.create_future()
+
+        def tell(tokens: Sequence[int]) -> None:
+            if on_tokens is not None:
+                _in_loop(loop, on_tokens, tokens)
+
+        tokenizer = self._stop_tokenizer() if request.sampling.stop else None
+        job = Job(request, next(self._arrivals), tokenizer, lambda result: _in_loop(loop, _settle, future, result), tell)
+        self._ids.add(request.id)
+        try:
+            self._commands.put(lambda: self._engine.add(job))
+            return await future
+        except asyncio.CancelledError:
+            self._commands.put(lambda: self._engine.drop(job))
+            raise
+        finally:
+            self._ids.discard(request.id)
+
+    async def abort(self, requests: Sequence[str] | None = None) -> None:
+        """See the contract."""
+        wanted = None if requests is None else frozenset(requests)
+
+        def end() -> None:
+            for job in self._engine.jobs:
+                if wanted is None or job.request.id in wanted:
+                    job.tell()
+                    self._engine.end(job)
+
+        await self._there(end)
+
+    async def pause(self, keep: bool = True) -> None:
+        """See the contract."""
+        await self._there(lambda: setattr(self, "_paused", True), None if keep else "pause")
+
+    async def resume(self) -> None:
+        """See the contract. A pause that still waits for requests to finish is given up."""
+
+        def go_on() -> None:
+            self._paused = False
+            for drain in [each for each in self._drains if each.kind == "pause"]:
+                self._drains.remove(drain)
+                drain.end(None)
+
+        await self._there(go_on)
+
+    async def update(self, weights: WeightVersion, in_flight: Literal["continue", "drain"] = "continue") -> None:
+        """See the contract. `continue`: caches of requests that run are computed anew under the new weights before they go on. `drain` while paused waits for `resume`. A failed update leaves
+        no weights in force: requests wait for the next one."""
+        if in_flight not in ("continue", "drain"):
+            raise UsageError(f"in_flight is {in_flight!r}; it must be continue or drain.")
+        await self._there(lambda: self._engine.update(weights), "update" if in_flight == "drain" else None)
+
+    async def stats(self) -> GeneratorStats:
+        """See the contract. Counts may be a step old."""
+        return self._engine.stats(self._paused)
+
+    async def close(self) -> None:
+        """End: requests are aborted. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._commands.put(lambda: None)
+        await asyncio.to_thread(self._thread.join)
+
+    # ------------------------------------------------------------ in the loop
+
+    def _check(self, request: Request) -> None:
+        """UsageError for what can never be served."""
+        name, sampling, facts = f"Request {request.id!r}", request.sampling, self.facts
+        if self._closed:
+            raise UsageError(f"{name}: the generator is closed.")
+        if request.id in self._ids:
+            raise UsageError(f"{name}: another request of this id has not ended yet. Give each an id of its own.")
+        if not request.tokens:
+            raise UsageError(f"{name} has no prompt: give at least one token.")
+        if request.images:
+            raise UsageError(f"{name} has images; the generator {facts.name!r} serves text alone.")
+        if request.routes and "routes" not in facts.capabilities:
+            raise UsageError(f"{name} asks for the experts that routers choose, and this model has none.")
+        if bad := [token for token in (*request.tokens, *request.forced) if not 0 <= token < facts.vocab_size]:
+            raise UsageError(f"{name}: token {bad[0]} is not in the model's vocabulary of {facts.vocab_size}.")
+        if len(request.forced) > sampling.max_tokens:
+            raise UsageError(f"{name} forces {len(request.forced)} tokens, and sampling.max_tokens is {sampling.max_tokens}.")
+        if wrong := wrong_in(request):
+            raise UsageError(f"{name}: {'; '.join(wrong)}.")
+        total = len(request.tokens) + sampling.max_tokens
+        if total > facts.max_tokens:
+            raise UsageError(
+                f"{name} has {len(request.tokens)} prompt tokens and max_tokens {sampling.max_tokens}, {total} together, but a request here has at most "
+                f"{facts.max_tokens}: shorten one of them, or raise generator.max_tokens, generator.cache_bytes or model.max_positions, whichever it is."
+            )
+
+    def _stop_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            if self._make_tokenizer is None:
+                raise UsageError("Stop texts need a tokenizer, and this generator was given none. Use stop_ids.")
+            self._tokenizer = self._make_tokenizer()
+        return self._tokenizer
+
+    async def _there(self, action: Command, drain: Literal["update", "pause"] | None = None) -> None:
+        """Run `action` on the thread, between two steps; with `drain` as soon as no request runs, none being begun before."""
+        if self._closed:
+            raise UsageError("The generator is closed.")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        waits = _Drain(drain or "update", action, lambda result: _in_loop(loop, _settle, future, result))
+        self._commands.put((lambda: self._do(waits)) if drain is None else (lambda: self._drains.append(waits)))
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._commands.put(lambda: self._drains.remove(waits) if waits in self._drains else None)
+            raise
+
+    # ------------------------------------------------------------ on the thread
+
+    def _work(self) -> None:
+        """Commands, then a step, and again; asleep where there is nothing to compute."""
+        did_something = False
+        while not self._closed:
+            self._obey(wait=not did_something)
+            if self._closed:
+                break
+            if self._drains and not self._paused and not self._engine.scheduler.running:
+                for drain in self._drains:
+                    self._do(drain)
+                self._drains = []
+                did_something = True
+                continue
+            did_something = not self._paused and self._engine.step(admit=not self._drains)
+        self._obey(wait=False)
+        for job in self._engine.jobs:
+            self._engine.end(job)
+        for drain in self._drains:
+            drain.end(UsageError("The generator was closed."))
+
+    def _obey(self, wait: bool) -> None:
+        with contextlib.suppress(queue.Empty):
+            command = self._commands.get(block=wait)
+            while True:
+                command()
+                command = self._commands.get(block=False)
+
+    def _do(self, waits: _Drain) -> None:
+        try:
+            waits.action()
+        except Exception as error:
+            waits.end(error)
+        else:
+            waits.end(None)
+
+
+def wrong_in(request: Request) -> list[str]:
+    """What is wrong with how tokens are to be chosen, in words."""
+    sampling = request.sampling
+    wrong = {
+        f"max_tokens is {sampling.max_tokens}; it must be at least 1": sampling.max_tokens < 1,
+        f"temperature is {sampling.temperature}; it must be a number from 0 on (0 is greedy)": not 0 <= sampling.temperature < float("inf"),
+        f"top_k is {sampling.top_k}; it must be at least 1, or none for all": sampling.top_k is not None and sampling.top_k < 1,
+        f"top_p is {sampling.top_p}; it must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
+        f"min_p is {sampling.min_p}; it must be from 0 to 1": not 0 <= sampling.min_p <= 1,
+        "a stop text is empty": "" in sampling.stop,
+    }
+    return [text for text, is_wrong in wrong.items() if is_wrong]
+
+
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    """In the loop: give a waiting call its result or its error."""
+    if future.done():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    # A loop that was closed waits for nothing any more.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *arguments)
