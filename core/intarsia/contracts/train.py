@@ -111,7 +111,11 @@ class ShardedModel(Protocol):
 
 @runtime_checkable
 class Sharder(Protocol):
-    """Built by `target(config)`. Stability: provisional."""
+    """Built by `target(config)`. Stability: provisional.
+
+    One whose parameters need not compute in `table.compute` has a method `compute_dtypes(model, table) -> Mapping[str, str]`: by canonical name the dtype in which a
+    parameter is computed with, of a whole model that need not be sharded.
+    """
 
     def shard(self, model: nn.Module, table: ParameterTable, mesh: Mesh, comm: Communicator) -> ShardedModel:
         """Take over the parameters of a model on the meta device or materialised: cut them by placements, record each one's Layout in `table`, allocate only the

@@ -155,6 +155,17 @@ def _by_width(
     return [(bucket, rest), (apart, kept)] if rest else [(apart, kept)]
 
 
+def compute_dtypes(config: FlexShardConfig, infos: Iterable[Info], compute: str, wide: Collection[str]) -> dict[str, str]:
+    """By canonical name the dtype in which a parameter is computed with; arguments as those of `assign`."""
+    infos, found = list(infos), {}
+    claimed = _claims(config.buckets, infos, ())
+    for info in infos:
+        bucket = config.buckets[claimed[info.name]] if info.name in claimed else BucketConfig(name=ROOT, match=())
+        some = _by_width(config, bucket, [info], compute, wide)
+        found[info.name] = some[0][0].compute or compute
+    return found
+
+
 def kept_wide(model: Any) -> list[str]:
     """The names of the parameters that their modules want in float32 whatever a run computes in (the class attribute `keeps_float32`: routers' weights)."""
     found = []

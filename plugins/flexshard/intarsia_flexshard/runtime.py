@@ -27,7 +27,7 @@ from intarsia.parameters import ParameterTable, materialise_buffers
 from intarsia.plugins import Plugins, current
 from torch import Tensor, nn
 
-from intarsia_flexshard.assign import assign, kept_wide, names_here, read_outside
+from intarsia_flexshard.assign import assign, compute_dtypes, kept_wide, names_here, read_outside
 from intarsia_flexshard.bucket import Bucket, balanced
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.copies import Copies, matched_elsewhere
@@ -60,6 +60,10 @@ class FlexShard:
     def __init__(self, config: FlexShardConfig, plugins: Plugins) -> None:
         self.config, self._plugins = config, plugins
 
+    def compute_dtypes(self, model: nn.Module, table: ParameterTable) -> Mapping[str, str]:
+        """See `intarsia.contracts.Sharder`."""
+        return compute_dtypes(self.config, table.values(), table.compute, kept_wide(model))
+
     def shard(self, model: nn.Module, table: ParameterTable, mesh: Mesh, comm: Communicator) -> FlexShardModel:
         """Cut each bucket by its placement over its axes; fill the shards; replace the model's parameters; install the hooks."""
         check_torch()
@@ -72,13 +76,9 @@ class FlexShard:
         specs = assign(config, table.values(), blocks, running(modules), *dtypes, outside, mesh.sizes, elsewhere, kept_wide(model))
         check_quantisation(config.tile, config.scales)
         readers = read_in_forward(table, modules, outside)
-        lanes, groups, copies = (
-            Lanes(mesh.device),
-            make_groups(specs, mesh, None if config.transport is None else self._plugins.build(config.transport)),
-            Copies(table.values(), mesh),
-        )
-        is_split = config.master == "split"
-        check_masters(is_split, table, specs)
+        groups = make_groups(specs, mesh, None if config.transport is None else self._plugins.build(config.transport))
+        lanes, copies = Lanes(mesh.device), Copies(table.values(), mesh)
+        check_masters(config.master == "split", table, specs)
         loads: dict[tuple[str, ...], list[float]] = {}
         buckets = []
         for spec in specs:
