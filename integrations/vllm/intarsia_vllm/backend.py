@@ -16,7 +16,14 @@ from intarsia.contracts import MixerSpec
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend, AttentionImplBase, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImplBase,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 

@@ -65,9 +65,7 @@ class PagedContext:
     measure memory: nothing is kept then.
     """
 
-    def __init__(
-        self, positions_T: Tensor, specs: Mapping[str, MixerSpec], caches: Mapping[str, Cache], metadata: Metadata | None
-    ) -> None:
+    def __init__(self, positions_T: Tensor, specs: Mapping[str, MixerSpec], caches: Mapping[str, Cache], metadata: Metadata | None) -> None:
         self.positions_BS = positions_T[None]
         self.specs, self.caches, self.metadata = specs, caches, metadata
         self.documents_BS: Tensor | None = None

@@ -64,7 +64,9 @@ def facts_of(
     name = next(name for name in plugins.registry("model").names() if name in (entry.name, entry.full_name))
     positions = model.max_positions
     if max_tokens is not None and not 2 <= max_tokens <= positions:
-        raise UsageError(f"generator.max_tokens is {max_tokens}; this model has {positions} positions, of which prompt and completion need at least 2.")
+        raise UsageError(
+            f"generator.max_tokens is {max_tokens}; this model has {positions} positions, of which prompt and completion need at least 2."
+        )
     chosen = recipe.precision.compute if dtype == "auto" else dtype
     if chosen not in FLOATING:
         raise UsageError(f"vLLM cannot compute in {chosen!r}. Set generator.dtype to one of {', '.join(FLOATING)}.")
@@ -91,5 +93,12 @@ def read(folder: str | Path, plugins: Plugins) -> tuple[Recipe, Mapping[str, Any
         facts = json.loads((home / "config.json").read_text())["intarsia"]
         recipe = str(facts["recipe"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{home} is no folder that intarsia_vllm.folder.write made: its config.json has no section `intarsia` ({error}).") from error
+        raise UsageError(
+            f"{home} is no folder that intarsia_vllm.folder.write made: its config.json has no section `intarsia` ({error})."
+        ) from error
     return load_saved(home / recipe, plugins=plugins).recipe, facts
+
+
+def facts_dtype(folder: str | Path) -> str:
+    """What a folder's model computes in."""
+    return str(json.loads((Path(folder) / "config.json").read_text())["dtype"])

@@ -21,6 +21,7 @@ from vllm.forward_context import get_forward_context
 from intarsia_vllm import folder
 from intarsia_vllm.backend import CacheLayer, PagedMetadata
 from intarsia_vllm.context import PagedContext, specs_of
+from intarsia_vllm.worker import RouteStore, recording
 
 
 class IntarsiaForCausalLM(nn.Module):
@@ -34,7 +35,9 @@ class IntarsiaForCausalLM(nn.Module):
         settings = vllm_config.model_config
         parallel = vllm_config.parallel_config
         if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
-            raise UsageError("Intarsia's models run in vLLM on one device each: set tensor_parallel_size and pipeline_parallel_size to 1, and start several generators.")
+            raise UsageError(
+                "Intarsia's models run in vLLM on one device each: set tensor_parallel_size and pipeline_parallel_size to 1, and start several generators."
+            )
         self.plugins = current()
         verify_child(self.plugins)
         self.recipe, facts = folder.read(settings.model, self.plugins)
@@ -51,6 +54,13 @@ class IntarsiaForCausalLM(nn.Module):
         # Not under the mixers' own names: vLLM reads a layer's number out of them.
         self.caches = {mixer: CacheLayer(vllm_config, f"mixer.{number}", spec) for number, (mixer, spec) in enumerate(self.specs.items())}
         self.version = -1
+        self.failure: list[str] | None = None
+        self.routes: RouteStore | None = None
+
+    def attach(self, runner: Any) -> None:
+        """Learn of the runner, which knows whose tokens are computed: a mixture of experts reports their routes by it."""
+        if self.routes is None and any(hasattr(module, "route_number") for module in self.model.modules()):
+            self.routes = RouteStore(runner)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Prompts as embeddings are not served: a family enters by tokens."""
@@ -65,8 +75,10 @@ class IntarsiaForCausalLM(nn.Module):
         metadata = self._metadata()
         used = len(input_ids) if metadata is None else metadata.starts[-1]  # vLLM may pad behind the last request
         context = PagedContext(positions[:used].long(), self.specs, self.caches, metadata)
-        with ops.installed(self.choices):
+        with ops.installed(self.choices), recording(self.routes if metadata is not None else None) as recorded:
             hidden_TD = self.model(input_ids[None, :used], context)[0]
+        if recorded is not None and metadata is not None and self.routes is not None:
+            self.routes.record(metadata, recorded)
         return hidden_TD if used == len(input_ids) else nn.functional.pad(hidden_TD, (0, 0, 0, len(input_ids) - used))
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

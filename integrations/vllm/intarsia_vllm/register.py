@@ -23,7 +23,9 @@ def register() -> None:
     from vllm.transformers_utils.config import register_config_parser
 
     from intarsia_vllm.loading import FolderParser, InitialLoader
+    from intarsia_vllm.worker import end_with_parent
 
+    end_with_parent()
     for name, reference in table().items():
         # The class and not its name: of a name vLLM would learn what it can do in a further process, which takes it ten seconds.
         ModelRegistry.register_model(name, import_reference(reference))
