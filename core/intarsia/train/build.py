@@ -167,7 +167,7 @@ def build_optimizer(built: Built) -> Any:
 def build_engine(built: Built) -> Any:
     """Stage engine: the loss, the engine, and modules with state of their own."""
     recipe = built.resolved.recipe
-    built.loss = built.plugins.build(recipe.loss)
+    built.loss = built.run.parts["loss"] = built.plugins.build(recipe.loss)
     built.engine = built.plugins.build(recipe.engine, built.model, built.loss, recipe, built.parallel)
     built.step_states = [module for module in built.model.modules() if isinstance(module, StepState)]
     built.model.train()
