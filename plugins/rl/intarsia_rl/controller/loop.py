@@ -46,7 +46,7 @@ class Loop:
 
     def __init__(self, config: RolloutsConfig, seed: int, parts: Parts):
         self._config, self._seed, self._parts = config, seed, parts
-        self._generators = parts.player.generators
+        self.generators = parts.player.generators
         self._buffer = Buffer(config.groups, config.max_lag, config.uses)
         self._version = -1
         self._newest: WeightVersion | None = None
@@ -169,7 +169,7 @@ class Loop:
         try:
             while self._newest is not None and self._newest.version > self._version:
                 weights = self._newest
-                await self._generators.update(weights, cast(Literal["continue", "drain"], self._config.in_flight))
+                await self.generators.update(weights, cast(Literal["continue", "drain"], self._config.in_flight))
                 self._version = weights.version
                 self._fill()
                 self._changed.set()
@@ -228,11 +228,11 @@ class Loop:
         player = self._parts.player
         stats = {
             **metrics.of_block(block, step),
-            **self._idle.take(loop.time(), await self._generators.totals(), self._config.generators),
+            **self._idle.take(loop.time(), await self.generators.totals(), self._config.generators),
             "buffered_groups": buffer.count("kept"),
             "unfinished_groups": buffer.count("unfinished"),
             "retries": player.retries,
-            "kills": {"generators": self._generators.kills, "workers": player.workers.kills},
+            "kills": {"generators": self.generators.kills, "workers": player.workers.kills},
         }
         return {
             "samples": [sample for sample, _ in pairs],
@@ -254,14 +254,14 @@ class Loop:
 
     async def _audited(self, block: Block, step: int) -> Block:
         """The block, some samples of which a generator has scored anew, where none has a token of the trainer's version."""
-        if not self._config.audit or "forced" not in self._generators.facts.capabilities:
+        if not self._config.audit or "forced" not in self.generators.facts.capabilities:
             return block
         samples = [sample for group in block.kept for sample in group.samples if sample.failure is None]
         if any(step in segment.versions for sample in samples for segment in sample.segments):
             return block
         await self._until(lambda: self._version >= step)
         chosen = samples[: self._config.audit]
-        scored = await all_of(score_segments(self._generators, sample, f"audit/{step}/{sample.id}") for sample in chosen)
+        scored = await all_of(score_segments(self.generators, sample, f"audit/{step}/{sample.id}") for sample in chosen)
         by_id = {
             sample.id: dataclasses.replace(sample, audit_log_probs=scores, audit_version=step)
             for sample, (scores, versions) in zip(chosen, scored, strict=True)

@@ -138,8 +138,8 @@ class Rollout:
         if (context := self._see(observation)) is None:
             raise EnvironmentFailure(
                 "environment",
-                f"the first observation of task {self._task.id!r} fills {len(self._segments[-1].tokens)} tokens: nothing is left of train.sequence_length "
-                f"{self._rules.row} (generators: {self._generators.facts.max_tokens})",
+                f"the first observation of task {self._task.id!r} leaves no room for a token: train.sequence_length is {self._rules.row}, a generator takes "
+                f"{self._generators.facts.max_tokens} tokens, and the environment's limits are {self._limits}",
             )
         while True:
             turn = await self._speak(context)
@@ -194,32 +194,32 @@ class Rollout:
         self._transcript += new
         old = self._contexts.get(actor)
         if old is None or observation.rewrites:
-            tools = observation.tools or (old.tools if old else ())
-            context = self._begin(actor, new, tools)
-        else:
-            tools = observation.tools or old.tools
-            extension = None if tools != old.tools else self._renderer.extend(old.history, new, tools, old.finish)
-            if extension is None:  # Its template has rewritten what it rendered before.
-                context = self._begin(actor, [*old.history, *new], tools)
-            else:
-                old.history += new
-                old.segment.extend(extension)
-                context = old
-        return context if self._room(context) > 0 else None
+            return self._begin(actor, new, observation.tools or (old.tools if old else ()))
+        tools = observation.tools or old.tools
+        extension = None if tools != old.tools else self._renderer.extend(old.history, new, tools, old.finish)
+        if extension is None:  # Its template has rewritten what it rendered before.
+            return self._begin(actor, [*old.history, *new], tools)
+        if self._room(len(old.segment.tokens) + len(extension)) <= 0:
+            return None
+        old.history += new
+        old.segment.extend(extension)
+        return old
 
-    def _begin(self, actor: str, history: list[Turn], tools: tuple[ToolSpec, ...]) -> Context:
+    def _begin(self, actor: str, history: list[Turn], tools: tuple[ToolSpec, ...]) -> Context | None:
         prompt = self._renderer.begin(history, tools)
         if not prompt:
             raise EnvironmentFailure("environment", f"the history of {actor!r} renders to no token: an observation needs a turn")
+        if self._room(len(prompt)) <= 0:
+            return None
         context = self._contexts[actor] = Context(history, tools, SegmentBuilder(actor, prompt))
         self._segments.append(context.segment)
         return context
 
     # ------------------------------------------------------------ the policy's side
 
-    def _room(self, context: Context) -> int:
-        """How many tokens may be generated now."""
-        used, limits = len(context.segment.tokens), self._limits
+    def _room(self, used: int) -> int:
+        """How many tokens may be generated behind a context of `used`."""
+        limits = self._limits
         bounds = [self._rules.row - used, self._generators.facts.max_tokens - used]
         bounds += [] if limits.tokens_per_turn is None else [limits.tokens_per_turn]
         bounds += [] if limits.tokens is None else [limits.tokens - self._generated]
@@ -227,7 +227,9 @@ class Rollout:
 
     async def _speak(self, context: Context) -> Turn:
         which, rules = self._which, self._rules
-        sampling = dataclasses.replace(rules.sampling, max_tokens=self._room(context), seed=seed_of(*which.seeds, self._turns))
+        sampling = dataclasses.replace(
+            rules.sampling, max_tokens=self._room(len(context.segment.tokens)), seed=seed_of(*which.seeds, self._turns)
+        )
         name = f"{which.id}/{self._attempt}/{self._turns}"
         request = Request(name, tuple(context.segment.tokens), sampling, routes=rules.routes, priority=max(0, which.group))
         begin = asyncio.get_running_loop().time()

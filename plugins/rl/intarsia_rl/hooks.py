@@ -1,0 +1,68 @@
+"""What a run of rollouts does at the run's events: check before anything is built, show the loader the built parts, record each step. Called on every rank."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from intarsia.contracts import Run
+from intarsia.errors import PluginError
+
+if TYPE_CHECKING:
+    from intarsia_rl.loader import RolloutsLoader
+
+
+def check(run: Run) -> None:
+    """Refuse what cannot be right, in batch-invariant mode every operator that is not in its table. Before the build."""
+    from intarsia_rl.loader import check_settings
+
+    loader: Any = run.recipe.data.loader
+    check_settings(loader, run.recipe)
+    if loader.invariant:
+        from intarsia_rl.invariant.check import check as check_invariant
+
+        check_invariant(run)
+
+
+def attach(run: Run) -> None:
+    """Give the loader the run's parts, and have it start its processes. A collective."""
+    loader_of(run).attach(run)
+
+
+def record_step(run: Run, step: int) -> None:
+    """Write the event `rollouts`: the controller's numbers of the step, and the largest difference between the log-probabilities of trainer and generator. A collective."""
+    loader, loss = loader_of(run), run.parts["loss"]
+    gap, tokens = gap_over_ranks(run, loss)
+    stats = dict(loader.stats)
+    advantages = stats.pop("advantages", [])
+    if advantages:
+        stats["advantage"] = {"mean": statistics.fmean(advantages), "deviation": statistics.pstdev(advantages)}
+    run.record("rollouts", step=step + 1, gap=gap, gap_tokens=tokens, **stats)
+
+
+def gap_over_ranks(run: Run, loss: Any) -> tuple[float | None, int]:
+    """(largest gap of any rank's tokens, how many tokens were compared) since the last call; None where none was. A collective."""
+    import torch
+
+    mesh = run.parts["mesh"]
+    world, device = mesh.world, mesh.device
+    gap, tokens = getattr(loss, "gap", None), getattr(loss, "gap_tokens", None)
+    largest = torch.full((1,), -1.0, dtype=torch.float64, device=device) if gap is None else gap.detach().double().reshape(1).clone()
+    count = torch.zeros(1, dtype=torch.float64, device=device) if tokens is None else tokens.detach().double().reshape(1).clone()
+    count *= mesh.coordinates["tp"] == 0  # along tp every rank sees the same tokens
+    world.all_reduce(largest, op="max", what="gap of the step")
+    world.all_reduce(count, what="tokens of the gap")
+    if hasattr(loss, "reset_gap"):
+        loss.reset_gap()
+    return (float(largest), int(count)) if float(count) > 0 else (None, 0)
+
+
+def loader_of(run: Run) -> RolloutsLoader:
+    """The run's loader."""
+    from intarsia_rl.loader import RolloutsLoader
+
+    loader = run.parts["data"]
+    if not isinstance(loader, RolloutsLoader):
+        raise PluginError(f"The run's loader is a {type(loader).__name__}, not the one that `rollouts` builds.")
+    return loader
+
