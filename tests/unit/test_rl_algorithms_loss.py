@@ -346,7 +346,7 @@ def test_what_the_loss_needs_is_said():
     with pytest.raises(PluginError, match="without reference_log_probs_BS"):
         loss(model, hidden, rollouts(LABELS))
     plain = Batch(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), ((2,),))
-    with pytest.raises(UsageError, match="Set data.loader=rollouts"):
+    with pytest.raises(UsageError, match=r"Set data\.loader=rollouts"):
         loss.count(plain)
     assert loss.count(rollouts(LABELS)) == 2
     cut: Any = SimpleNamespace(cross_entropy=None, head_weight_VD=model.head_weight_VD)

@@ -43,7 +43,8 @@ class Model(Protocol):
 
     Parameters have canonical, unfused names, which are the names of `named_parameters()`. Logits are
     `project(hidden)`; the loss never needs them whole and calls `ops.cross_entropy(hidden, head_weight_VD, ...)`, or in its place the model's own
-    `cross_entropy` of the same arguments, where it has one (a head that is cut over ranks).
+    `cross_entropy` of the same arguments, where it has one (a head that is cut over ranks). Losses of tokens' log-probabilities likewise call the operator
+    `token_log_probs`, or the model's own one, whose results are those of all tokens on every rank.
 
     A model that predicts further ahead than the next token has an attribute `predicts_ahead`, the number K of further depths. It is then given the
     following tokens by its context (`following_BSK`) and returns K + 1 hidden states, the next token's first.

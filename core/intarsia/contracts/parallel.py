@@ -72,8 +72,8 @@ class Role(Protocol):
 
     Optional, read by the paralleliser `declared` where they are there: `is_region` and `ends_region` (True for roles that gather all tokens at a module's entry, and that
     sum at its end), `gathers_all` (for one that gathers and cuts again by itself), `overrules(name, module)` (parameters of modules inside whose own rows have no say),
-    `prepare(config, recipe)` (the paralleliser's settings, before `apply`), `cross_entropy(name, module, groups)` (what the model's becomes where the module has the head
-    weight). `intarsia_testing.RoleConformance` proves the promises.
+    `prepare(config, recipe)` (the paralleliser's settings, before `apply`), `cross_entropy(name, module, groups)` and `token_log_probs(name, module, groups)` (what the model's
+    become where the module has the head weight). `intarsia_testing.RoleConformance` proves the promises.
     """
 
     def check(self, name: str, module: nn.Module, sizes: Mapping[str, int]) -> None:

@@ -73,7 +73,7 @@ class Declared:
             if self._config.async_tensor:
                 overlap(placed, groups("tp"), products_of(groups("tp"), mesh.device))
             _note_tokens(model)
-            _install_cross_entropy(model, placed, groups)
+            _install_losses(model, placed, groups)
         _install_logical(mesh)
         # What kinds of mixers a model has is asked of the whole of it: stages must agree.
         parallel = DeclaredParallel(self._config, mesh, model, _roles_of(placed, table))
@@ -288,13 +288,15 @@ def _roles_of(placed: Sequence[Placed], table: ParameterTable) -> dict[str, str]
     return found
 
 
-def _install_cross_entropy(model: Any, placed: Sequence[Placed], groups: Groups) -> None:
-    """The role of whoever holds the head weight makes the model's cross-entropy."""
+def _install_losses(model: Any, placed: Sequence[Placed], groups: Groups) -> None:
+    """The role of whoever holds the head weight makes the model's cross-entropy, and, where it knows of them, tokens' log-probabilities."""
     head = model.head_weight_VD
     for each in placed:
         make = getattr(each.role, "cross_entropy", None)
         if make is not None and isinstance(each.module, nn.Linear) and each.module.weight is head:
             model.cross_entropy = make(each.name, each.module, groups)
+            if hasattr(each.role, "token_log_probs"):
+                model.token_log_probs = each.role.token_log_probs(each.name, each.module, groups)
             return
     raise UsageError(
         f"No row of the sharding table gives the output projection of {type(model).__name__} (whose weight is head_weight_VD) a role with a cross-entropy. Give it "

@@ -1,7 +1,7 @@
 """vocab: an embedding or an output projection whose rows (the vocabulary) are shared out.
 
 Embedding: every rank has all ids, looks its own rows up, and the results, 0 for other ranks' ids, are summed and cut along the sequence. Output projection: the
-cross-entropy is `vocab_cross_entropy`, and `project` gives every rank all logits of all tokens. With `whole` every rank has the whole vocabulary and works on
+cross-entropy is `vocab_cross_entropy`, tokens' log-probabilities are `vocab_token_log_probs`, and `project` gives every rank all logits of all tokens. With `whole` every rank has the whole vocabulary and works on
 its own tokens. A tied pair has the role twice, with the same settings.
 
 Gradients: the own rows' are whole in what this rank's tokens say, no sum along tp; with `whole`, partial sums along tp.
@@ -17,6 +17,7 @@ import torch
 from intarsia import ops
 from intarsia.comm import Communicator
 from intarsia.errors import UsageError
+from intarsia.ops.operator import find
 from torch import Tensor, nn
 
 from intarsia_parallel import tokens
@@ -24,9 +25,11 @@ from intarsia_parallel.collectives import even_counts, gather, gather_replicated
 from intarsia_parallel.config import VocabConfig
 from intarsia_parallel.cross_entropy import labels_of_parts, own_labels, vocab_cross_entropy
 from intarsia_parallel.cuts import EvenCut
+from intarsia_parallel.log_probs import Pair, in_order_of_rows, vocab_token_log_probs
 from intarsia_parallel.roles.common import TENSOR, Groups, ParameterCuts, expect_shares, wrap
 
 CrossEntropy = Callable[..., Tensor]
+LogProbs = Callable[..., Pair]
 
 
 class Vocab:
@@ -59,13 +62,13 @@ class Vocab:
         comm = groups(TENSOR)
         if comm.size == 1:
             return
-        counts = even_counts(self._rows[name], comm.size)
         if isinstance(module, nn.Linear):
+            counts = even_counts(self._rows[name], comm.size)
             wrap(module, _project_own if self.whole else _project, comm, name, *(() if self.whole else (counts,)))
         elif self.whole:
             wrap(module, _look_up_own, comm)
         else:
-            wrap(module, _look_up, comm, name, (sum(counts[: comm.rank]), counts[comm.rank]))
+            wrap(module, _look_up, comm, name, self._own_rows(name, comm))
 
     def cross_entropy(self, name: str, module: nn.Module, groups: Groups) -> CrossEntropy:
         """What the model's `cross_entropy` becomes where `module` holds its head weight: arguments as of `intarsia.ops.cross_entropy`, hidden states of this rank's part of
@@ -73,8 +76,19 @@ class Vocab:
         comm = groups(TENSOR)
         if self.whole:
             return functools.partial(_cross_entropy_of_own, comm, name)
+        return functools.partial(_cross_entropy, comm, name, self._own_rows(name, comm))
+
+    def token_log_probs(self, name: str, module: nn.Module, groups: Groups) -> LogProbs:
+        """What the model's `token_log_probs` becomes: arguments as of the operator of this name, of which the hidden states are this rank's part of the sequence; results of all tokens,
+        *replicated*."""
+        comm = groups(TENSOR)
+        if self.whole:
+            return functools.partial(_log_probs_of_own, comm, name)
+        return functools.partial(_log_probs, comm, name, self._own_rows(name, comm))
+
+    def _own_rows(self, name: str, comm: Communicator) -> tuple[int, int]:
         counts = even_counts(self._rows[name], comm.size)
-        return functools.partial(_cross_entropy, comm, name, (sum(counts[: comm.rank]), counts[comm.rank]))
+        return sum(counts[: comm.rank]), counts[comm.rank]
 
 
 def _look_up(comm: Communicator, name: str, rows: tuple[int, int], forward: Callable[[Tensor], Tensor], tokens_BS: Tensor) -> Tensor:
@@ -118,6 +132,34 @@ def _cross_entropy(
 def _cross_entropy_of_own(comm: Communicator, name: str, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, **settings: Any) -> Tensor:
     own = ops.cross_entropy(hidden_ND, weight_VD, own_labels(hidden_ND, labels_N, comm, name), **settings)
     return sum_forward(own, comm, f"{name}, loss")
+
+
+@torch.compiler.disable
+def _log_probs(
+    comm: Communicator,
+    name: str,
+    rows: tuple[int, int],
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    tokens_N: Tensor,
+    *,
+    softcap: float | None = None,
+    chunk: int = 1024,
+) -> Pair:
+    parts, ordered_N = labels_of_parts(hidden_ND, tokens_N, comm, name)
+    found = vocab_token_log_probs(hidden_ND, weight_VD, ordered_N, rows, parts, comm, softcap=softcap, chunk=chunk, what=name)
+    counts = tokens.counts(comm)
+    return in_order_of_rows(found[0], counts), in_order_of_rows(found[1], counts)
+
+
+@torch.compiler.disable
+def _log_probs_of_own(comm: Communicator, name: str, hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, **settings: Any) -> Pair:
+    own_N = own_labels(hidden_ND, tokens_N, comm, name)
+    counts = tokens.counts(comm)
+    own = find("token_log_probs")(hidden_ND, weight_VD, own_N, **settings)
+    rows = tokens_N.numel() // max(1, sum(counts))
+    whole = [gather_replicated(each.view(rows, counts[comm.rank]), 1, counts, comm, f"{name}, log-probabilities").flatten() for each in own]
+    return whole[0], whole[1].detach()
 
 
 def build(config: VocabConfig) -> Vocab:
