@@ -10,7 +10,6 @@ from intarsia.config import (
     CheckpointConfig,
     DataConfig,
     EnvironmentConfig,
-    EvaluationConfig,
     MixturePart,
     Recipe,
     TokenizerConfig,
@@ -92,7 +91,6 @@ def _debug(
         sharder=FlexShardConfig(),
         checkpoint=CheckpointConfig(every=50, backend=StreamConfig(), storage=PosixConfig()),
         train=TrainConfig(steps=steps, sequence_length=sequence_length, micro_batch=8, global_batch=8, threads=1),
-        evaluation=EvaluationConfig(every=0),
     )
 
 
