@@ -35,7 +35,6 @@ def offer_kernels() -> Sequence[KernelEntry]:
         _tiled("attention", "attention", "Tiles of 16 queries and 32 keys at absolute positions in the document, softmax in float32."),
         _tiled("swiglu", "pointwise", "By the exponential, which is one function wherever an element lies."),
         _tiled("cross_entropy", "losses", "The sum of log-probabilities that are each independent of the batch."),
-        _tiled("token_log_probs", "losses", "Logits by products of 16 rows; none are kept."),
         _tiled("grouped_linear", "experts", "Each group by itself, in products of 16 rows."),
         _tiled("router_linear", "experts", "In float32, in products of 16 rows."),
         _tiled("router_sigmoid", "pointwise", "By the exponential, which is one function wherever an element lies."),

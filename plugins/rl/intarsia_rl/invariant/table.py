@@ -1,0 +1,131 @@
+"""The table of the batch-invariant mode: which kernel serves each operator on a kind of device, and why its rows do not depend on the batch. Torch-free.
+
+What is not in the table is not in the mode: `intarsia_rl.invariant.check` refuses it by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+Device = Literal["cpu", "cuda"]
+
+REFERENCE = "reference"
+_KERNELS = "intarsia-kernels"
+_ANY = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One kernel that may serve an operator. Stability: provisional.
+
+    `kernel` is `reference` or an entry's full name. Of several for one operator the first is what `batch_invariant` chooses. `environment` are variables that must have these values in every process
+    of the run before it starts.
+    """
+
+    op: str
+    device: Device
+    kernel: str
+    why: str
+    dtypes: tuple[str, ...] = _ANY
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def _cpu(op: str, why: str, kernel: str = "tiled") -> Row:
+    return Row(op, "cpu", REFERENCE if kernel == REFERENCE else f"{_KERNELS}:{op}/{kernel}", why)
+
+
+def _cuda(op: str, why: str, kernel: str = REFERENCE, **environment: str) -> Row:
+    return Row(op, "cuda", REFERENCE if kernel == REFERENCE else f"{_KERNELS}:{kernel}", why, ("bfloat16",), environment)
+
+
+_ROW_BY_ROW = "Each row or element by itself, by exact roundings and functions that do not depend on where it lies."
+_BY_LINEAR = "By what is in force for linear."
+
+ROWS = (
+    _cpu("linear", "A row's bits are those of a 16-row tile; one product over many tiles only where it was seen to give them."),
+    _cpu("attention", "Tiles of 16 queries and 32 keys at absolute positions; blocks that are not seen change nothing."),
+    _cpu("swiglu", "By the exponential: torch's own float32 sigmoid differs between a vector's worth of elements and what is left."),
+    _cpu("cross_entropy", "Logits as by linear, log_softmax row by row. The sum over tokens is of the batch, each token's part is not."),
+    _cpu("grouped_linear", "Each group by itself, a row's bits those of a 16-row tile."),
+    _cpu("router_linear", "Float32, a row's bits those of a 16-row tile."),
+    _cpu("router_sigmoid", "By the exponential, as swiglu."),
+    _cpu("rms_norm", "torch sums each row by itself and in one order (rows of fewer than 32768 columns).", REFERENCE),
+    _cpu("rope", _ROW_BY_ROW, REFERENCE),
+    _cpu("embedding", "A copy.", REFERENCE),
+    _cpu("permute", "A copy.", REFERENCE),
+    _cpu("combine", "A token's rows are summed in the order of its choices.", REFERENCE),
+    _cpu("scaled_linear", _BY_LINEAR, REFERENCE),
+    _cpu("scaled_grouped_linear", "By what is in force for grouped_linear.", REFERENCE),
+    _cpu("token_log_probs", f"{_BY_LINEAR} log_softmax row by row.", REFERENCE),
+    _cuda(
+        "linear",
+        "cuBLAS without a workspace cannot split a sum over blocks: one ascending sum in float32 for each element.",
+        "linear/unsplit",
+        CUBLAS_WORKSPACE_CONFIG=":0:0",
+    ),
+    _cuda(
+        "linear", "Tiles of fixed order: one ascending sum in float32 for each element, whatever the number of rows.", "linear/ascending"
+    ),
+    _cuda(
+        "attention",
+        "One kernel for training and decoding: blocks of 64 keys at absolute positions, none shared by programs.",
+        "attention/blocks",
+    ),
+    _cuda("attention", "Flash attention over packed keys, never split and never packed by groups.", "attention/unsplit"),
+    _cuda("swiglu", _ROW_BY_ROW),
+    _cuda("cross_entropy", f"{_BY_LINEAR} log_softmax row by row.", "cross_entropy/by_linear"),
+    _cuda("grouped_linear", "Each group in tiles that sum in ascending order.", "grouped_linear/grouped_mm"),
+    _cuda(
+        "router_linear", "Float32 tiles of fixed order; cuBLAS's float32 product depends on the rows up to 16.", "router_linear/ascending"
+    ),
+    _cuda("router_sigmoid", _ROW_BY_ROW),
+    _cuda("rms_norm", "torch's fused norm: a program for each row."),
+    _cuda("rope", _ROW_BY_ROW),
+    _cuda("embedding", "A copy."),
+    _cuda("permute", "A copy."),
+    _cuda("combine", "A token's rows are summed in the order of its choices."),
+    _cuda("scaled_linear", _BY_LINEAR),
+    _cuda("scaled_grouped_linear", "By what is in force for grouped_linear."),
+    _cuda("token_log_probs", f"{_BY_LINEAR} log_softmax row by row."),
+)
+
+COMPONENTS: Mapping[str, str] = {
+    "intarsia-models-common:block": "Sums and its parts.",
+    "intarsia-models-common:attention": "softmax attention over packed rows and paged caches.",
+    "intarsia-models-common:mla": "Latent attention, in its plain form on both sides.",
+    "intarsia-models-common:swiglu": "Linear layers and swiglu.",
+    "intarsia-models-common:rms_norm": "The operator rms_norm.",
+    "intarsia-models-common:rope": "Sines and cosines of positions, element by element.",
+    "intarsia-models-common:moe": "Routed experts, each row by itself.",
+    "intarsia-models-common:softmax_router": "softmax row by row.",
+    "intarsia-models-common:sigmoid_router": "The operator router_sigmoid.",
+    "intarsia-models-common:group_limited_router": "softmax, or the operator router_sigmoid.",
+}
+"""Components of models that call nothing but operators and what is row by row in torch."""
+
+MODELS = ("intarsia-llama3:llama3", "intarsia-deepseek-v3:deepseek_v3")
+DISPATCHERS = ("intarsia-models-common:local",)
+MESH = ("dp_replicate", "dp_shard")
+"""Axes of the mesh that may be larger than 1: the others sum over ranks what a generator sums alone."""
+
+
+def rows_of(op: str, device: str) -> tuple[Row, ...]:
+    """The kernels that may serve an operator there, the chosen one first."""
+    return tuple(row for row in ROWS if row.op == op and row.device == device)
+
+
+def operators(device: str) -> tuple[str, ...]:
+    """The operators of the table there."""
+    return tuple(dict.fromkeys(row.op for row in ROWS if row.device == device))
+
+
+def kernels(device: str) -> dict[str, str]:
+    """`Recipe.kernels` of the mode: every operator and the kernel that serves it."""
+    return {op: rows_of(op, device)[0].kernel for op in operators(device)}
+
+
+def dtypes(device: str) -> tuple[str, ...]:
+    """What a run may compute in there."""
+    return tuple(dict.fromkeys(dtype for row in ROWS if row.device == device for dtype in row.dtypes))

@@ -1,0 +1,32 @@
+"""The transform `batch_invariant`: a recipe whose trainer and generators use the kernels of the table. Torch is imported only to learn what `train.device=auto` means."""
+
+from __future__ import annotations
+
+import chz
+from intarsia.config import Recipe
+
+from intarsia_rl.config import RolloutsConfig
+from intarsia_rl.invariant import table
+
+
+def batch_invariant(recipe: Recipe) -> Recipe:
+    """The recipe with `kernels` from the table, for the device it names; kernels of the table that it names already stay. Rollouts get `invariant=True`."""
+    device = device_of(recipe)
+    kernels = table.kernels(device)
+    for op, kernel in recipe.kernels.items():
+        known = {row.kernel for row in table.rows_of(op, device)}
+        kernels |= {op: full for full in known if kernel in (full, full.rpartition(":")[2], full.rpartition("/")[2])}
+    recipe = chz.replace(recipe, kernels=kernels)
+    if isinstance(recipe.data.loader, RolloutsConfig):
+        loader = chz.replace(recipe.data.loader, invariant=True)
+        recipe = chz.replace(recipe, data=chz.replace(recipe.data, loader=loader))
+    return recipe
+
+
+def device_of(recipe: Recipe) -> str:
+    """`cpu` or `cuda`: what `train.device` comes to on this machine."""
+    if recipe.train.device != "auto":
+        return recipe.train.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
