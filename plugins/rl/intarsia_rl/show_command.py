@@ -1,0 +1,254 @@
+"""`intarsia rl show RUN`: the rollouts that a run has written. A table of steps, a list of samples by what they have in common, or one sample token by token. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from intarsia.errors import UsageError
+from intarsia.train.events import FILE
+
+from intarsia_rl.controller.writer import FOLDER, files, read
+
+Record = Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The subcommand's arguments."""
+    parser.add_argument("directory", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--step", metavar="N or A:B", help="only of these steps (the first optimizer step is 1)")
+    parser.add_argument("--held-out", action="store_true", help="the evaluations' samples, not those of training")
+    parser.add_argument("--task", help="only of tasks whose name contains this")
+    parser.add_argument("--sample", metavar="ID", help="only this sample, GROUP/MEMBER (held_out/STEP/PLACE with --held-out)")
+    parser.add_argument("--status", choices=("kept", "filtered", "failed"), help="only of groups that were trained on, left out, or failed")
+    parser.add_argument("--min-reward", type=float, help="only with at least this reward")
+    parser.add_argument("--max-reward", type=float, help="only with at most this reward")
+    parser.add_argument(
+        "--failure", metavar="BOUNDARY", help="only failures at model, tool, sandbox, scorer or environment; any: all of them"
+    )
+    parser.add_argument("--min-length", type=int, help="only with at least this many generated tokens")
+    parser.add_argument("--max-length", type=int, help="only with at most this many generated tokens")
+    parser.add_argument("--truncated", action="store_true", help="only what a limit ended")
+    parser.add_argument("--limit", type=int, default=20, help="how many samples to list (default 20; 0: all)")
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="print the samples token by token: log-probability, version, and its gap where it was scored anew",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: the table of steps, or with any filter the samples, one a line")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print to standard output."""
+    folder: Path = arguments.directory / FOLDER
+    if not folder.is_dir():
+        raise UsageError(
+            f"{arguments.directory} has no folder {FOLDER}: it is no run directory, the run has made no step yet, or it does not learn from rollouts "
+            "(data.loader=rollouts, keep_rollouts)."
+        )
+    kind = "held_out" if arguments.held_out else "step"
+    first, last = steps_of(arguments.step)
+    wanted = [(number, path) for found, number, path in files(folder) if found == kind and first <= number <= last]
+    if not wanted:
+        numbers = [number for found, number, _ in files(folder) if found == kind]
+        there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "there are none"
+        raise UsageError(f"{folder} has no file {kind}-NUMBER.jsonl of these steps: {there}.")
+    records = (record for _, path in wanted for record in read(path))
+    if not filtered(arguments):
+        rows = [summary(number, list(read(path))) for number, path in wanted]
+        add_events(rows, arguments.directory, kind)
+        print(json.dumps(rows, indent=2) if arguments.json else "\n".join(table(rows)))
+        return 0
+    shown = count = 0
+    for record in records:
+        if not matches(record, arguments):
+            continue
+        count += 1
+        if arguments.limit and count > arguments.limit:
+            continue
+        shown += 1
+        if arguments.json:
+            print(json.dumps({**record, "gap": gap_of(record)}, ensure_ascii=False))
+        else:
+            print("\n".join(token_lines(record) if arguments.tokens else [one_line(record)]))
+    if not arguments.json:
+        print(f"{shown} of {count} samples" + (" (--limit 0 shows all)" if shown < count else ""))
+    return 0
+
+
+def steps_of(text: str | None) -> tuple[int, int]:
+    """The first and last step of `N` or `A:B`, whose sides may be empty."""
+    if text is None:
+        return 0, sys.maxsize
+    low, colon, high = text.partition(":")
+    try:
+        first = int(low) if low else 0
+        return first, (int(high) if high else sys.maxsize) if colon else first
+    except ValueError:
+        raise UsageError(f"--step {text!r} is no step N and no range A:B.") from None
+
+
+def filtered(arguments: argparse.Namespace) -> bool:
+    """Whether samples are asked for, and not the table of steps."""
+    names = ("task", "sample", "status", "min_reward", "max_reward", "failure", "min_length", "max_length")
+    return arguments.truncated or arguments.tokens or any(getattr(arguments, name) is not None for name in names)
+
+
+def matches(record: Record, arguments: argparse.Namespace) -> bool:
+    """Whether a sample is asked for. A sample that failed has no reward and no length."""
+    failure, length = record["failure"], length_of(record)
+    live = failure is None
+    lowest, highest = arguments.min_reward, arguments.max_reward
+    return (
+        (arguments.task is None or arguments.task in record["task"])
+        and (arguments.sample is None or arguments.sample == record["id"])
+        and (arguments.status is None or arguments.status == record["status"])
+        and (lowest is None or (live and record["reward"] >= lowest))
+        and (highest is None or (live and record["reward"] <= highest))
+        and (arguments.failure is None or (not live and arguments.failure in ("any", failure["boundary"])))
+        and (arguments.min_length is None or (live and length >= arguments.min_length))
+        and (arguments.max_length is None or (live and length <= arguments.max_length))
+        and (not arguments.truncated or record["truncated"])
+    )
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def length_of(record: Record) -> int:
+    """Generated tokens that count."""
+    return sum(segment["trained"].count("1") for segment in record["segments"])
+
+
+def gap_of(record: Record) -> float | None:
+    """The largest difference between a token's log-probability as it was generated and as a generator scored it anew; None where that was not done. Weights of another version make
+    most of it."""
+    gaps = [gap for segment in range(len(record["segments"])) for gap in gaps_of(record, segment) if gap is not None]
+    return max(map(abs, gaps), default=None)
+
+
+def gaps_of(record: Record, number: int) -> list[float | None]:
+    """For each token of a segment the log-probability that it has anew less the one that it was generated with; None where there is none."""
+    segment, scores = record["segments"][number], record.get("audit_log_probs")
+    if not scores or number >= len(scores):
+        return [None] * len(segment["tokens"])
+    return [
+        audit - generated if trained == "1" else None
+        for audit, generated, trained in zip(scores[number], segment["log_probs"], segment["trained"], strict=True)
+    ]
+
+
+def summary(number: int, records: Sequence[Record]) -> dict[str, Any]:
+    """A step in numbers."""
+    live = [record for record in records if record["failure"] is None]
+    lengths = [length_of(record) for record in live]
+    lags = [record["lag"] for record in live if "lag" in record]
+    return {
+        "step": number,
+        "samples": len(records),
+        "reward": statistics.fmean(record["reward"] for record in live) if live else None,
+        "length": statistics.fmean(lengths) if lengths else None,
+        "longest": max(lengths, default=0),
+        "truncated": sum(record["truncated"] for record in live),
+        "filtered": sum(record["status"] == "filtered" for record in records),
+        "failures": dict(sorted(collections.Counter(record["failure"]["boundary"] for record in records if record["failure"]).items())),
+        "lag": max(lags, default=None),
+    }
+
+
+def add_events(rows: Sequence[dict[str, Any]], directory: Path, kind: str) -> None:
+    """Put what the run's events say of each step beside it: the gap between trainer and generator, idle shares and kills. Of a step that was done again the last."""
+    found: dict[int, Record] = {}
+    path = directory / FILE
+    if kind == "step" and path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and event.get("event") == "rollouts":
+                found[event["step"]] = event
+    for row in rows:
+        event = found.get(row["step"], {})
+        row |= {name: event.get(name) for name in ("gap", "idle", "kills")}
+
+
+# ---------------------------------------------------------------- text
+
+
+def table(rows: Sequence[Record]) -> Iterator[str]:
+    """The steps, one a line."""
+    yield f"{'step':>6} {'reward':>8} {'samples':>8} {'length':>8} {'longest':>8} {'cut':>5} {'filtered':>9} {'failed':>7} {'lag':>4} {'gap':>10} {'idle t/g':>10}"
+    for row in rows:
+        idle = row.get("idle") or {}
+        sides = "/".join(
+            f"{100 * value:.0f}%" if isinstance(value, float) else "-" for value in (idle.get("trainer"), idle.get("generators"))
+        )
+        yield (
+            f"{row['step']:>6} {number(row['reward'], 4):>8} {row['samples']:>8} {number(row['length'], 1):>8} {row['longest']:>8} {row['truncated']:>5} "
+            f"{row['filtered']:>9} {sum(row['failures'].values()):>7} {'-' if row['lag'] is None else row['lag']:>4} {gap_text(row.get('gap')):>10} {sides:>10}"
+        )
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number, or a dash."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def gap_text(gap: float | None) -> str:
+    """A gap; exactly none is 0.0."""
+    return "-" if gap is None else "0.0" if gap == 0 else f"{gap:.1e}"
+
+
+def one_line(record: Record) -> str:
+    """A sample in one line."""
+    head = f"{record['step']:>6} {record['id']:>10} {record['task']}"
+    if record["failure"]:
+        failure = record["failure"]
+        return f"{head}  FAILED at {failure['boundary']} after {failure['attempts']} attempts: {failure['message']}"
+    parts = " ".join(f"{name} {value:g}" for name, value in record["rewards"].items())
+    said = " | ".join(text_of(turn) for turn in record["turns"] if turn["role"] == "assistant")
+    marks = ("cut " if record["truncated"] else "") + (f"lag {record['lag']} " if "lag" in record else "")
+    gap = gap_of(record)
+    return f"{head}  reward {record['reward']:g} ({parts})  {length_of(record)} tokens {marks}{'' if gap is None else f'gap {gap_text(gap)} '} {short(said)}"
+
+
+def text_of(turn: Record) -> str:
+    """What a turn says, calls of tools included."""
+    content = (
+        turn["content"]
+        if isinstance(turn["content"], str)
+        else "".join(part if isinstance(part, str) else "[image]" for part in turn["content"])
+    )
+    calls = "".join(f" {call['name']}({call['arguments']})" for call in turn.get("tool_calls", ()))
+    return content + calls
+
+
+def short(text: str, most: int = 100) -> str:
+    """The text in one line, cut."""
+    line = json.dumps(text, ensure_ascii=False)[1:-1]
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def token_lines(record: Record) -> Iterator[str]:
+    """A sample whole: its turns, then its segments token by token."""
+    yield one_line(record)
+    for turn in record["turns"]:
+        actor = f" ({turn['actor']})" if "actor" in turn else ""
+        yield f"    {turn['role']}{actor}: {short(text_of(turn), 2000)}"
+    for place, segment in enumerate(record["segments"]):
+        yield f"    segment {place} of {segment['actor']}, {len(segment['tokens'])} tokens"
+        yield f"    {'place':>7} {'id':>8} {'log-prob':>12} {'version':>8} {'gap':>10}"
+        rows = zip(segment["tokens"], segment["trained"], segment["log_probs"], segment["versions"], gaps_of(record, place), strict=True)
+        for at, (token, trained, log_prob, version, gap) in enumerate(rows):
+            if trained == "1":
+                yield f"    {at:>7} {token:>8} {log_prob:>12.6f} {version:>8} {gap_text(gap):>10}"
+            else:
+                yield f"    {at:>7} {token:>8}"
