@@ -27,11 +27,11 @@ LINGER_S = 2.0
 class ConnectedProcess:
     """A Process at the other end of a connection, for launchers to make.
 
-    `ended` is awaited once and gives why the process ended, in words; `kill` ends it without asking, and does nothing to one that has ended.
+    `ended` is awaited once and gives why the process ended, in words; `kill` ends it without asking, and does nothing to one that has ended. `pid` is its number where it is on this machine.
     """
 
-    def __init__(self, name: str, connection: Connection, ended: Awaitable[str], kill: Callable[[], None]) -> None:
-        self.name = name
+    def __init__(self, name: str, connection: Connection, ended: Awaitable[str], kill: Callable[[], None], pid: int | None = None) -> None:
+        self.name, self.pid = name, pid
         self._connection, self._kill = connection, kill
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}

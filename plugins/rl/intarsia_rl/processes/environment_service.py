@@ -13,7 +13,7 @@ from intarsia.contracts.environment import Boundary, EnvironmentFailure
 from intarsia.errors import IntarsiaError, PluginError
 from intarsia.plugins import current
 
-from intarsia_rl.processes.codec import CodecError, check
+from intarsia_rl.processes.codec import CodecError, MessageTooLarge, check
 from intarsia_rl.processes.failures import words
 from intarsia_rl.processes.plain import config_of
 
@@ -107,9 +107,8 @@ class EnvironmentService:
         try:
             check(answer, self._answer_bytes)
         except CodecError as error:
-            raise EnvironmentFailure(
-                "environment", f"what {what} gave is not sent on: {error}. An environment cuts what its tools print."
-            ) from error
+            hint = " An environment cuts what its tools print." if isinstance(error, MessageTooLarge) else ""
+            raise EnvironmentFailure("environment", f"what {what} gave is not sent on: {error}.{hint}") from error
         return answer
 
     # ------------------------------------------------------------ rubrics

@@ -39,7 +39,7 @@ class Death:
 
     name: str
     reason: str
-    at: float
+    at: float = dataclasses.field(default_factory=time.time)
 
 
 class Keeper(Generic[Member]):
@@ -69,6 +69,7 @@ class Keeper(Generic[Member]):
         self._arguments, self._ready = arguments, ready
         self._processes: dict[int, Process] = {}
         self._condemned: dict[int, asyncio.Future[str]] = {}
+        self._times: dict[int, list[float]] = {index: [] for index in range(count)}
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
 
@@ -99,6 +100,11 @@ class Keeper(Generic[Member]):
         await self._changed.wait()
         if self.failure is not None:
             raise self.failure
+
+    @property
+    def processes(self) -> dict[int, Process]:
+        """The processes of those that can be used now."""
+        return {index: self._processes[index] for index in sorted(self.members)}
 
     def lose(self, index: int, member: Member) -> None:
         """Its process was found dead: nobody is given it any more. It is replaced once the process's end is known."""
@@ -189,15 +195,16 @@ class Keeper(Generic[Member]):
 
     async def _bury(self, index: int, reason: str) -> None:
         """Record a death, and wait before the next start. DistributedError when there were too many."""
-        name, now, restarts = self._name(index), time.time(), self.restarts
-        self.deaths.append(Death(name, reason, now))
+        name, restarts, times = self._name(index), self.restarts, self._times[index]
+        now = asyncio.get_running_loop().time()
+        times[:] = [*(then for then in times if now - then < restarts.window_s), now]
+        self.deaths.append(Death(name, reason))
         self._tell()
-        recent = [death for death in self.deaths if death.name == name and now - death.at < restarts.window_s]
-        if len(recent) > restarts.limit:
-            last = "\n".join(f"  {death.reason}" for death in recent[-3:])
+        if len(times) > restarts.limit:
+            last = "\n".join(f"  {death.reason}" for death in self.deaths if death.name == name)
             raise DistributedError(
-                f"{name} died {len(recent)} times in {round(now - recent[0].at)} s and is not started again. The last reasons:\n{last}"
+                f"{name} died {len(times)} times in {now - times[0]:.0f} s and is not started again. The reasons:\n{last[-4000:]}"
             )
-        delay = min(restarts.most_s, restarts.first_s * 2.0 ** (len(recent) - 1))
+        delay = min(restarts.most_s, restarts.first_s * 2.0 ** (len(times) - 1))
         log.warning("%s is gone (%s); another one is started in %.1f s", name, reason, delay)
         await asyncio.sleep(delay)

@@ -68,7 +68,7 @@ class LocalProcesses:
                 os.close(descriptor)
         folder = self.config.log_folder
         running = _Child(child, hold, Output(output, None if folder is None else Path(folder) / f"{name.replace('/', '-')}.log"))
-        process = ConnectedProcess(name, await Connection.over(ours, limit), running.ended, running.kill)
+        process = ConnectedProcess(name, await Connection.over(ours, limit), running.ended, running.kill, child.pid)
         try:
             await process.begin(service, arguments, self.config.start_s)
         except BaseException:

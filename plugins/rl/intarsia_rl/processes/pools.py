@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -50,18 +49,19 @@ PAGE = 2048
 
 @dataclasses.dataclass(eq=False)
 class GeneratorMember:
-    """A generator that serves: how many requests it has, the version it took last, and when it was last seen to move (`time.monotonic()`)."""
+    """A generator that serves: `doom` is why it is ended where it is, how many requests it has, the version it took last, and when it was last seen to move (the loop's time)."""
 
     generator: RemoteGenerator
+    doom: str = ""
     requests: int = 0
     updating: int = 0
     version: int | None = None
     stats: GeneratorStats = dataclasses.field(default_factory=GeneratorStats)
-    moved: float = dataclasses.field(default_factory=time.monotonic)
+    moved: float = dataclasses.field(default_factory=lambda: asyncio.get_running_loop().time())
 
     def move(self) -> None:
         """It was seen to do something."""
-        self.moved = time.monotonic()
+        self.moved = asyncio.get_running_loop().time()
 
 
 class GeneratorPool:
@@ -154,7 +154,7 @@ class GeneratorPool:
                 return await member.generator.generate(request, listener)
             except ProcessDied as error:
                 self._keeper.lose(index, member)
-                deaths.append(error.reason)
+                deaths.append(member.doom or error.reason)
                 if len(deaths) > REPEATS:
                     reasons = "; ".join(dict.fromkeys(deaths))
                     text = f"request {request.id!r} was with {len(deaths)} generators when they died ({reasons}): it is not tried again"
@@ -228,6 +228,11 @@ class GeneratorPool:
     def kills(self) -> int:
         """How many generators were lost."""
         return len(self._keeper.deaths)
+
+    @property
+    def processes(self) -> dict[int, Process]:
+        """The processes of those that serve now, by index."""
+        return self._keeper.processes
 
     @property
     def deaths(self) -> tuple[Death, ...]:
@@ -310,7 +315,7 @@ class GeneratorPool:
                 stats = await member.generator.stats(self.timeout_s)
             except (ProcessDied, TimeoutError) as error:
                 if isinstance(error, TimeoutError):
-                    self._keeper.replace(index, member, f"it did not say how it is for {self.timeout_s:g} s")
+                    self._replace(index, member, f"it did not say how it is for {self.timeout_s:g} s")
                 break
             if moving(stats) != moving(member.stats):
                 member.move()
@@ -318,12 +323,16 @@ class GeneratorPool:
             works = member.updating or (member.requests and not stats.paused)
             if not works:
                 member.move()
-            elif time.monotonic() - member.moved > self.timeout_s:
+            elif asyncio.get_running_loop().time() - member.moved > self.timeout_s:
                 what = f"{member.requests} requests" + (" and an update of its weights" if member.updating else "")
-                self._keeper.replace(index, member, f"nothing moved in {self.timeout_s:g} s, with {what}")
+                self._replace(index, member, f"nothing moved in {self.timeout_s:g} s, with {what}")
                 break
             await asyncio.sleep(period)
         self._remember(member.stats)
+
+    def _replace(self, index: int, member: GeneratorMember, doom: str) -> None:
+        member.doom = doom
+        self._keeper.replace(index, member, doom)
 
     def _remember(self, stats: GeneratorStats) -> None:
         """Keep the counts of a generator that is gone."""
@@ -360,10 +369,11 @@ def moving(stats: GeneratorStats) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(eq=False)
 class WorkerMember:
-    """A worker that serves, with the number of episodes and scorings it has."""
+    """A worker that serves, with the number of episodes and scorings it has; `doom` is why it is ended where it is."""
 
     worker: RemoteWorker
     load: int = 0
+    doom: str = ""
 
 
 class WorkerPool:
@@ -476,12 +486,13 @@ class WorkerPool:
             return await call
         except ProcessDied as error:
             self._keeper.lose(index, member)
-            raise WorkerLost(str(error)) from error
+            raise WorkerLost(f"{error.name} is gone: {member.doom}" if member.doom else str(error)) from error
         except TimeoutError as error:
             try:
                 await member.worker.ping(self.ping_s)
             except (TimeoutError, ProcessDied):
-                self._keeper.replace(index, member, f"{what} blocked it")
+                member.doom = f"{what} blocked it"
+                self._keeper.replace(index, member, member.doom)
             raise EnvironmentFailure(boundary, f"{what}: {error}", retry=True) from error
         except (EnvironmentFailure, UsageError, PluginError, asyncio.CancelledError):
             raise
@@ -498,6 +509,11 @@ class WorkerPool:
     def kills(self) -> int:
         """How many workers were lost."""
         return len(self._keeper.deaths)
+
+    @property
+    def processes(self) -> dict[int, Process]:
+        """The processes of those that serve now, by index."""
+        return self._keeper.processes
 
     @property
     def deaths(self) -> tuple[Death, ...]:
