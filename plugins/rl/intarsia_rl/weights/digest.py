@@ -22,12 +22,14 @@ from intarsia.contracts import Box
 from torch import Tensor
 
 # Words that share a factor of their keys. Part of what a digest means.
-BLOCK = 2**15
+BLOCK_BITS = 15
+BLOCK = 2**BLOCK_BITS
 
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """A number modulo 2^64 as an int64."""
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
 
@@ -39,9 +41,9 @@ def _shift(values: Tensor, bits: int) -> Tensor:
 
 def _odd_keys(first: int, count: int, stream: int, device: torch.device) -> Tensor:
     """`count` odd pseudo-random int64, the `first`-th and following of a stream (splitmix64)."""
-    x = torch.arange(first + 1, first + count + 1, device=device) * _signed(_GOLDEN) + _signed(stream * _MIX_1 + 0x1234567)
-    x = (x ^ _shift(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift(x, 27)) * _signed(_MIX_2)
+    x = torch.arange(first + 1, first + count + 1, device=device) * signed(_GOLDEN) + signed(stream * _MIX_1 + 0x1234567)
+    x = (x ^ _shift(x, 30)) * signed(_MIX_1)
+    x = (x ^ _shift(x, 27)) * signed(_MIX_2)
     return (x ^ _shift(x, 31)) | 1
 
 
@@ -51,9 +53,15 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     return _odd_keys(0, BLOCK, 1, device), _odd_keys(0, BLOCK, 2, device)
 
 
+@functools.cache
+def _first_factors(device: torch.device) -> Tensor:
+    return _odd_keys(0, 2**12, 3, device)
+
+
 def _factors(first: int, count: int, device: torch.device) -> Tensor:
     """The factors that blocks `first` and following have."""
-    return _odd_keys(first, count, 3, device)
+    known = _first_factors(device)
+    return known[first : first + count] if first + count <= len(known) else _odd_keys(first, count, 3, device)
 
 
 # ---------------------------------------------------------------- sums over what is held
@@ -82,8 +90,12 @@ def partial(values: Tensor, shape: Sequence[int], box: Box | None = None) -> Ten
     if run == flat.numel():
         return _sum_run(flat, first)
     begins = torch.tensor([first])
-    for dimension in range(outer):
+    is_grid = flat.device.type == "cpu" and not strides[outer - 1] % (8 // flat.dtype.itemsize)
+    for dimension in range(outer - is_grid):
         begins = (begins[:, None] + torch.arange(box.size[dimension]) * strides[dimension]).reshape(-1)
+    if is_grid:
+        grids = zip(flat.view(len(begins), -1, run), begins.tolist(), strict=True)
+        return torch.stack([_sum_grid(rows, begin, strides[outer - 1]) for rows, begin in grids]).sum(0)
     return _sum_rows(flat.view(-1, run), begins.to(flat.device))
 
 
@@ -110,8 +122,9 @@ def _sum_run(flat: Tensor, first: int) -> Tensor:
     """Elements that follow each other, the `first`-th of the tensor and following."""
     lanes = 8 // flat.dtype.itemsize
     keys_a, keys_b = _tables(flat.device)
-    total = zero(flat.device)
+    totals: list[Tensor] = []
     end = first + flat.numel()
+    scratch = torch.empty(0, dtype=torch.int64, device=flat.device)
     for low, high in _slabs(first // lanes, -(-end // lanes), flat.device):
         begin, stop = max(low * lanes, first), min(high * lanes, end)
         piece = flat[begin - first : stop - first]
@@ -119,17 +132,15 @@ def _sum_run(flat: Tensor, first: int) -> Tensor:
             padded = flat.new_zeros((high - low) * lanes)
             padded[begin - low * lanes : stop - low * lanes] = piece
             piece = padded
-        words, block = piece.view(torch.int64), low // BLOCK
-        if high - low >= BLOCK:
-            words = words.view(-1, BLOCK)
-            factors = _factors(block, len(words), flat.device)
-            sums = ((words * keys_a).sum(1), ((words >> 32) * keys_b).sum(1))
-            total += torch.stack([(each * factors).sum() for each in sums])
-        else:
-            inside = slice(low % BLOCK, low % BLOCK + high - low)
-            sums = ((words * keys_a[inside]).sum(), ((words >> 32) * keys_b[inside]).sum())
-            total += torch.stack(sums) * _factors(block, 1, flat.device)
-    return total
+        inside = slice(low % BLOCK, low % BLOCK + high - low) if high - low < BLOCK else slice(None)
+        words = piece.view(torch.int64).view(-1, min(BLOCK, high - low))
+        if scratch.shape != words.shape:
+            scratch = torch.empty_like(words)
+        sums_a = torch.mul(words, keys_a[inside], out=scratch).sum(1)
+        torch.bitwise_right_shift(words, 32, out=scratch)
+        sums_b = scratch.mul_(keys_b[inside]).sum(1)
+        totals.append((torch.stack([sums_a, sums_b]) * _factors(low // BLOCK, len(words), flat.device)).sum(1))
+    return torch.stack(totals).sum(0)
 
 
 def _slabs(low: int, high: int, device: torch.device) -> Iterator[tuple[int, int]]:
@@ -140,6 +151,33 @@ def _slabs(low: int, high: int, device: torch.device) -> Iterator[tuple[int, int
         length = min(inside, high - low) if inside < BLOCK or high - low < BLOCK else min((high - low) // BLOCK * BLOCK, most)
         yield low, low + length
         low += length
+
+
+def _sum_grid(rows: Tensor, first: int, stride: int) -> Tensor:
+    """Rows that begin at `first` and every `stride` elements from there, at the same place of a word: keys are views of their table, with steps. On a CPU."""
+    lanes = 8 // rows.dtype.itemsize
+    lane, step, count = first % lanes, stride // lanes, len(rows)
+    width = -(-(lane + rows.shape[1]) // lanes)
+    keys_a, keys_b = _tables(rows.device)
+    totals, row = [], 0
+    while row < count:
+        inside = (first + row * stride) // lanes % BLOCK
+        fitting = min((BLOCK - inside - width) // step + 1, count - row)
+        if fitting < 1 or width >= BLOCK // 8:  # A long row, or one that goes on in the next block.
+            totals.append(_sum_run(rows[row], first + row * stride))
+            row += 1
+            continue
+        some = rows[row : row + fitting]
+        if lane or rows.shape[1] % lanes or some.storage_offset() % lanes:
+            padded = rows.new_zeros(fitting, width * lanes)
+            padded[:, lane : lane + rows.shape[1]] = some
+            some = padded
+        words = some.view(torch.int64)
+        steps = ((fitting, width), (step, 1), inside)
+        sums = torch.stack([(words * keys_a.as_strided(*steps)).sum(), ((words >> 32) * keys_b.as_strided(*steps)).sum()])
+        totals.append(sums * _factors((first + row * stride) // lanes // BLOCK, 1, rows.device))
+        row += fitting
+    return torch.stack(totals).sum(0)
 
 
 def _sum_rows(rows: Tensor, begins: Tensor) -> Tensor:
@@ -163,10 +201,13 @@ def _sum_rows(rows: Tensor, begins: Tensor) -> Tensor:
 def _sum_words(words: Tensor, index: Tensor) -> Tensor:
     """Words at any places."""
     keys_a, keys_b = _tables(words.device)
-    blocks, inside = index // BLOCK, index % BLOCK
-    low = int(blocks.min())
-    factors = _factors(low, int(blocks.max()) - low + 1, words.device)[blocks - low]
-    return torch.stack([(words * keys_a[inside] * factors).sum(), ((words >> 32) * keys_b[inside] * factors).sum()])
+    blocks, inside = index >> BLOCK_BITS, index & (BLOCK - 1)
+    low, high = int(blocks.min()), int(blocks.max())
+    factors = _factors(low, high - low + 1, words.device)
+    scaled = words * (factors if low == high else factors[blocks - low])
+    # The shift of the words themselves: that of their products would be another sum.
+    upper = (words >> 32) * (factors if low == high else factors[blocks - low])
+    return torch.stack([(scaled * keys_a[inside]).sum(), (upper * keys_b[inside]).sum()])
 
 
 # ---------------------------------------------------------------- the text

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
 import torch
 from intarsia.contracts import Box
@@ -77,32 +78,28 @@ def fill(
         return
     copies = _plan(model, weights, holds, skips)
     forget(model)
-    names = list(dict.fromkeys(copy.name for copy in copies))
-    boxes = {name: [copy.box for copy in copies if copy.name == name] for name in names}
+    by_name: dict[str, list[_Copy]] = {}
+    for copy in copies:
+        by_name.setdefault(copy.name, []).append(copy)
+    boxes = {name: [copy.box for copy in found] for name, found in by_name.items()}
     cut = {name: found for name, found in boxes.items() if found != [Box.whole(weights.shapes[name])]}
-    check = _Check(
-        weights,
-        {
-            name: find_overlap(found) is None and region_numel(tuple(found)) == math.prod(weights.shapes[name])
-            for name, found in boxes.items()
-        },
-    )
-    ordered = sorted(copies, key=lambda copy: names.index(copy.name))
-    values = _reader(weights.transport, plugins)(weights.location, names, cut)
-    for (name, value), copy in zip(values, ordered, strict=True):
-        if name != copy.name or tuple(value.shape) != copy.box.size:
-            raise PluginError(
-                f"The reader of weight transport {weights.transport!r} gave {name} of shape {tuple(value.shape)} where {copy.name} {box_text(copy.box)} was asked for."
-            )
-        copy.target.copy_(value.reshape(copy.target.shape))
-        check.read(copy, value, combine is not None)
+    ordered = [copy for found in by_name.values() for copy in found]
+    check = _Check(weights, by_name, combine)
+    with contextlib.closing(_reader(weights.transport, plugins)(weights.location, list(by_name), cut)) as values:
+        for (name, value), copy in zip(values, ordered, strict=True):
+            if name != copy.name or tuple(value.shape) != copy.box.size:
+                raise PluginError(
+                    f"The reader of weight transport {weights.transport!r} gave {name} of shape {tuple(value.shape)} where {copy.name} {box_text(copy.box)} was asked for."
+                )
+            copy.target.copy_(value.reshape(copy.target.shape))
+            check.read(copy, value)
     for copy in ordered:
         check.held(copy)
-    check.compare(combine)
+    check.compare()
     setattr(model, _FILLED, (weights.version, weights.digests))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Copy:
     """A box of a published tensor and where it goes: a view into the model."""
 
@@ -113,68 +110,80 @@ class _Copy:
 
 
 class _Check:
-    """The sums of what was read and of what the model has, by published tensor. `complete` says which tensors the model has all parts of."""
+    """The digests' sums of what was read and of what the model has then, of every box."""
 
-    def __init__(self, weights: WeightVersion, complete: Mapping[str, bool]) -> None:
-        self._weights, self._complete = weights, complete
-        self._read: dict[str, Tensor] = {}
-        self._rounded: dict[str, Tensor] = {}
-        self._held: dict[str, Tensor] = {}
+    def __init__(self, weights: WeightVersion, copies: Mapping[str, Sequence[_Copy]], combine: Callable[[Tensor], Tensor] | None) -> None:
+        self._weights, self._copies, self._combine = weights, copies, combine
+        # A box that the model has several times counts once.
+        distinct = {name: tuple(dict.fromkeys(copy.box for copy in found)) for name, found in copies.items()}
+        self._complete = {name: _covers(boxes, weights.shapes[name]) for name, boxes in distinct.items()}
+        self._read: dict[_Copy, Tensor] = {}
+        self._rounded: dict[_Copy, Tensor] = {}
+        self._held: dict[_Copy, Tensor] = {}
 
     def _keeps(self, copy: _Copy) -> torch.dtype | None:
         """The published dtype where the target keeps all of its values."""
         published: torch.dtype = getattr(torch, self._weights.dtypes[copy.name])
-        if published == copy.target.dtype:
-            return published
-        wide = (
-            published.is_floating_point
-            and published.itemsize > 1
-            and torch.promote_types(published, copy.target.dtype) == copy.target.dtype
-        )
-        return published if wide else None
+        own = copy.target.dtype
+        wider = published.is_floating_point and published.itemsize > 1 and torch.promote_types(published, own) == own
+        return published if published == own or wider else None
 
-    def _add(self, sums: dict[str, Tensor], copy: _Copy, values: Tensor) -> None:
-        part = digest.partial(values, self._weights.shapes[copy.name], copy.box).cpu()
-        sums[copy.name] = sums[copy.name] + part if copy.name in sums else part
+    def _sums(self, copy: _Copy, values: Tensor) -> Tensor:
+        return digest.partial(values, self._weights.shapes[copy.name], copy.box)
 
-    def read(self, copy: _Copy, values: Tensor, is_combined: bool) -> None:
+    def read(self, copy: _Copy, values: Tensor) -> None:
         """What came from the transport, where the model's own memory cannot tell whether that was right."""
         keeps = self._keeps(copy)
-        if keeps is None or not (self._complete[copy.name] or is_combined):
-            self._add(self._read, copy, values)
+        if keeps is None or not (self._complete[copy.name] or self._combine):
+            self._read[copy] = self._sums(copy, values)
         if keeps is None:
-            self._add(self._rounded, copy, values.to(copy.target.dtype))
+            self._rounded[copy] = self._sums(copy, values.to(copy.target.dtype))
 
     def held(self, copy: _Copy) -> None:
         """What the model has."""
-        values = copy.target
         keeps = self._keeps(copy)
-        self._add(self._held, copy, values if keeps is None else values.to(keeps))
+        self._held[copy] = self._sums(copy, copy.target if keeps is None else copy.target.to(keeps))
 
-    def compare(self, combine: Callable[[Tensor], Tensor] | None) -> None:
+    def compare(self) -> None:
         """NumericsError unless all is as it was published."""
-        wrong = [name for name, sums in self._held.items() if name in self._rounded and not torch.equal(sums, self._rounded[name])]
-        wrong += [
-            name
-            for name, sums in self._held.items()
-            if name in self._read and name not in self._rounded and not torch.equal(sums, self._read[name])
-        ]
-        published = {name: self._read.get(name, sums) for name, sums in self._held.items()}
-        split = sorted(name for name in published if not self._complete[name])
-        if combine is not None and split:
-            for name, sums in zip(split, combine(torch.stack([published[name] for name in split])), strict=True):
-                published[name] = sums
-        for name, sums in published.items():
-            if self._complete[name] or combine is not None:
-                found = digest.text(sums.tolist(), self._weights.dtypes[name], self._weights.shapes[name])
-                wrong += [name] if found != self._weights.digests[name] else []
+        read, rounded, held = (_on_cpu(sums) for sums in (self._read, self._rounded, self._held))
+        wrong = [copy.name for copy, sums in held.items() if sums != rounded.get(copy, read.get(copy, sums))]
+        totals: dict[str, list[int]] = {}
+        for name, copies in self._copies.items():
+            found: dict[Box, list[int]] = {}
+            for copy in copies:
+                sums = read.get(copy, held[copy])
+                wrong += [name] if found.setdefault(copy.box, sums) != sums else []
+            totals[name] = [sum(column) for column in zip(*found.values(), strict=True)]
+        split = sorted(name for name in totals if not self._complete[name])
+        if self._combine is not None and split:
+            mine = torch.tensor([[digest.signed(value) for value in totals[name]] for name in split])
+            totals |= dict(zip(split, self._combine(mine).tolist(), strict=True))
+        for name, sums in totals.items():
+            found_text = digest.text(sums, self._weights.dtypes[name], self._weights.shapes[name])
+            if (self._complete[name] or self._combine is not None) and found_text != self._weights.digests[name]:
+                wrong.append(name)
         if wrong:
-            wrong = list(dict.fromkeys(wrong))
-            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            names = list(dict.fromkeys(wrong))
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise NumericsError(
-                f"Version {self._weights.version} of the weights did not arrive as it was published by {self._weights.transport!r}: {', '.join(wrong[:8])}{more} differ. "
-                "The model must not be used before a version has arrived whole."
+                f"Version {self._weights.version} of the weights is not in the model as {self._weights.transport!r} published it: {', '.join(names[:8])}{more} "
+                f"differ{'s' if len(names) == 1 else ''}. The model must not be used before a version has arrived whole."
             )
+
+
+def _covers(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether each element of a tensor is in exactly one of the boxes."""
+    return find_overlap(boxes) is None and region_numel(tuple(boxes)) == math.prod(list(shape))
+
+
+def _on_cpu(sums: Mapping[_Copy, Tensor]) -> dict[_Copy, list[int]]:
+    """The sums as numbers, in one copy from the device."""
+    if not sums:
+        return {}
+    device = next(iter(sums.values())).device
+    values = torch.stack([each.to(device) for each in sums.values()]).tolist()
+    return dict(zip(sums, values, strict=True))
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -216,12 +225,12 @@ def _plan(model: nn.Module, weights: WeightVersion, holds: Holds | None, skips: 
     return [copy for copy in copies if copy.box.numel]
 
 
-def _reader(transport: str, plugins: Plugins) -> Callable[..., Iterator[tuple[str, Tensor]]]:
+def _reader(transport: str, plugins: Plugins) -> Callable[..., Generator[tuple[str, Tensor], None, None]]:
     entry = plugins.registry("weight transport").find(transport)
     reference = getattr(plugins.target(entry), "reader", None)
     if not isinstance(reference, str):
         raise PluginError(
             f'The target of weight transport {entry.full_name!r} has no `reader`: a class attribute "module:function" that generators read by.'
         )
-    found: Callable[..., Iterator[tuple[str, Tensor]]] = import_reference(reference)
+    found: Callable[..., Generator[tuple[str, Tensor], None, None]] = import_reference(reference)
     return found

@@ -10,7 +10,7 @@ import torch
 from intarsia.comm import Communicator
 from intarsia.contracts import Box
 from intarsia.errors import PluginError
-from intarsia.layout import slices, whole_region
+from intarsia.layout import whole_region
 from intarsia.mesh import Mesh, copies_along
 from intarsia.parameters import ParameterTable, persistent_buffers
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class Piece:
 
 
 class Held:
-    """The parts of a run, seen as what is published. `described` is equal on all ranks and in the model's order: parameters by canonical name, then persistent buffers.
+    """The parts of a run, seen as what is published. `described` is equal on all ranks: of each pipeline stage the parameters by canonical name, then the persistent buffers.
 
     Built by `Held(parts)` where `parts` are `Run.parts`: `model`, `parameters` (the ShardedModel), `table`, `mesh`. A collective.
     """
@@ -110,20 +110,23 @@ class Held:
                 yield Piece(name, Box.whole(buffer.shape), buffer.detach())
 
     @torch.no_grad()
-    def copy_into(self, target: Callable[[str], Tensor]) -> dict[str, str]:
-        """Copy every piece, cast, into the tensors of the whole shape that `target` gives by name. Returns the digests of all tensors. A collective, at whose end every
-        rank has copied what it has."""
-        sums = torch.zeros(len(self.described), 2, dtype=torch.int64)
+    def copy_into(self, target: Callable[[Piece], Tensor]) -> Tensor:
+        """Copy every piece, cast, into what `target` gives for it: a CPU tensor of the box's shape, which is read after this returns. Returns the digests' sums over this rank's
+        boxes, int64 [tensors, 2], in the order of `described`."""
+        sums = torch.zeros(len(self.described), 2, dtype=torch.int64, device=self.mesh.device)
         for piece in self.pieces():
             one = self.described[piece.name]
             values = piece.values.to(one.torch_dtype)
-            target(piece.name)[slices(piece.box)].copy_(values)
-            sums[self._order[piece.name]] += digest.partial(values, one.shape, piece.box).cpu()
-        return self.digests(sums)
+            # Where the target is pinned the device copies on its own, one after the other; they are waited for once.
+            target(piece).copy_(values, non_blocking=True)
+            sums[self._order[piece.name]] += digest.partial(values, one.shape, piece.box).to(sums.device)
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
+        return sums
 
     def digests(self, sums: Tensor) -> dict[str, str]:
-        """The digests of all tensors from the sums over this rank's boxes: int64 [tensors, 2], in the order of `described`. A collective, at whose end every rank has got here."""
-        total = self.world.all_reduce(sums.to(self.world.device), "sum", "digests of weights").tolist()
+        """The digests of all tensors from what `copy_into` gave. A collective, at whose end every rank has got here."""
+        total = self.world.all_reduce(sums, "sum", "digests of weights").tolist()
         return {name: digest.text(pair, one.dtype, one.shape) for (name, one), pair in zip(self.described.items(), total, strict=True)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

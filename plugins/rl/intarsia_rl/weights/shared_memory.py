@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 import struct
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -59,7 +60,7 @@ class SharedMemory:
         file = self._choose(held, version)
         if file is None:
             return self._published
-        digests = held.copy_into(file.tensor)
+        digests = held.digests(held.copy_into(lambda piece: file.tensor(piece.name)[slices(piece.box)]))
         if held.world.rank:
             return None
         file.write_version(version)
@@ -98,6 +99,9 @@ class SharedMemory:
             raise UsageError(answer["problem"])
         if "path" not in answer:
             return None
+        for path in answer["gone"]:
+            if path in self._files:
+                self._files.pop(path).remove()
         path = answer["path"]
         if answer["new"]:
             missing = False
@@ -119,6 +123,9 @@ class SharedMemory:
                 return {}
             raise UsageError(f"Version {version} of the weights cannot be published after version {self._published.version}.")
         free = [file for file in self._files.values() if file.version == _NONE]
+        gone = free[1:] if len(self._files) > 2 else []
+        for file in gone:
+            self._files.pop(str(file.path)).remove()
         is_new = not free and len(self._files) < self._config.versions
         if is_new:
             file = self._make(held)
@@ -127,7 +134,7 @@ class SharedMemory:
             file = free[0] if free else min(self._files.values(), key=lambda one: one.version)
         file.version = _NONE
         file.write_version(_NONE)
-        return {"path": str(file.path), "new": is_new}
+        return {"path": str(file.path), "new": is_new, "gone": [str(one.path) for one in gone]}
 
     def _make(self, held: Held) -> _File:
         table, size = lay_out(held.described)
@@ -177,7 +184,9 @@ class _File:
 
     def __init__(self, path: Path, mapping: mmap.mmap, lock: int | None) -> None:
         self.path, self.version = path, _NONE
-        self._mapping, self._lock = mapping, lock
+        self._mapping = mapping
+        # Also at the interpreter's end, where nobody has closed the transport.
+        self._release = weakref.finalize(self, _release, path, lock, os.getpid()) if lock is not None else None
         _, _, length = _HEAD.unpack_from(mapping)
         self._tensors = _tensors(mapping, length)
 
@@ -217,14 +226,20 @@ class _File:
         self._mapping[16:24] = struct.pack("<q", version)
 
     def remove(self) -> None:
-        """Give the name back, and the memory where nobody else has it mapped."""
+        """Give the name back, and the memory where nobody else has it mapped. May be called twice."""
         self._tensors = {}
-        if self._lock is not None:
+        if self._release is not None and self._release.alive:
             self.write_version(_NONE)
-            self.path.unlink(missing_ok=True)
-            os.close(self._lock)
+            self._release()
         with contextlib.suppress(BufferError):  # A tensor of it is still somewhere: it goes with that.
             self._mapping.close()
+
+
+def _release(path: Path, lock: int, process: int) -> None:
+    """Not in a process that was forked from the one that made the file."""
+    if os.getpid() == process:
+        path.unlink(missing_ok=True)
+        os.close(lock)
 
 
 def _tensors(mapping: mmap.mmap, length: int) -> dict[str, Tensor]:
