@@ -5,13 +5,15 @@
 
 A job is a run of `parallel_recipes.py:RECIPE`. Its keys: `ranks`; `overrides`; `run` (name of its directory, else its own name); `resume`; `stop_at` (the step
 after which it is asked to stop); `keep` (keep the first step's gradients under this name: one process only); `compare` (compare the first step's gradients with those
-kept under this name); `call` (a function of this module that gets the job and the folder instead of the trainer). Every job has a process group of its own.
+kept under this name); `call` (a function of this module, or "module:function" of one beside it, that gets the job and the folder instead of the trainer). Every job has a
+process group of its own.
 The answer is rank 0's with `by_rank`, or {"error": text, "kinds": names of the errors' classes}.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -237,7 +239,8 @@ def main() -> None:
         os.environ["INTARSIA_RENDEZVOUS"] = f"file://{job['store']}"
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                answer = globals()[job.get("call", "run_job")](job, folder)
+                module, _, name = job.get("call", "run_job").rpartition(":")
+                answer = getattr(importlib.import_module(module or "__main__"), name)(job, folder)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}", "kind": type(error).__name__, "trace": traceback.format_exc()[-2500:]}
         print(json.dumps(answer), file=stdout, flush=True)
