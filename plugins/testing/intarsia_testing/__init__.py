@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from intarsia_testing.data_source import DataSourceConformance
     from intarsia_testing.dispatcher import DispatcherConformance
     from intarsia_testing.environment import EnvironmentConformance
+    from intarsia_testing.generator import GeneratorConformance
     from intarsia_testing.kernel import KernelConformance
     from intarsia_testing.model import ModelConformance
     from intarsia_testing.optimizer import OptimizerConformance
@@ -37,6 +38,7 @@ __all__ = [
     "DataSourceConformance",
     "DispatcherConformance",
     "EnvironmentConformance",
+    "GeneratorConformance",
     "KernelConformance",
     "ModelConformance",
     "OptimizerConformance",
@@ -54,6 +56,7 @@ _MODULES = {
     "DataSourceConformance": "data_source",
     "DispatcherConformance": "dispatcher",
     "EnvironmentConformance": "environment",
+    "GeneratorConformance": "generator",
     "KernelConformance": "kernel",
     "ModelConformance": "model",
     "OptimizerConformance": "optimizer",

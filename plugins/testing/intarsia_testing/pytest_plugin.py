@@ -24,6 +24,7 @@ pytest.register_assert_rewrite(
             "checkpoint_backend",
             "data_source",
             "environment",
+            "generator",
             "kernel",
             "model",
             "optimizer",

@@ -90,11 +90,9 @@ class PagedContext:
     ) -> None:
         self.device, self.size, self.narrow = device, size, narrow
         self._specs = specs
-        self._caches = {
-            (mixer, cache.name): _zeros((count + 1, size, *cache.shape), getattr(torch, cache.dtype), device)
-            for mixer, spec in specs.items()
-            for cache in spec.caches
-        }
+        # Taken when a mixer first writes: what predicts further ahead than the next token does not run here.
+        self._caches: dict[tuple[str, str], Tensor] = {}
+        self._blocks = count + 1
         self._tables = torch.zeros((sequences, -(-longest // size)), dtype=torch.int64)
         self._filled = [0] * sequences
         self._owners: list[Any] = [None] * sequences
@@ -104,7 +102,7 @@ class PagedContext:
 
     def clear(self) -> None:
         """Zeros everywhere: numbers that are not finite would spoil sums even where their weight is 0."""
-        self._caches = {key: _zeros(cache.shape, cache.dtype, cache.device) for key, cache in self._caches.items()}
+        self._caches.clear()
 
     def cache_bytes(self) -> int:
         """What the caches occupy."""
@@ -248,7 +246,10 @@ class PagedContext:
 
     def _written(self, mixer: str, spec: CacheSpec, new_BS: Tensor) -> Tensor:
         """The cache, with the new tokens' entries."""
-        cache = self._caches[mixer, spec.name]
+        cache = self._caches.get((mixer, spec.name))
+        if cache is None:
+            cache = _zeros((self._blocks, self.size, *spec.shape), getattr(torch, spec.dtype), self.device)
+            self._caches[mixer, spec.name] = cache
         cache.flatten(0, 1).index_copy_(0, self.slots_N, new_BS.flatten(0, 1).to(cache.dtype))
         return cache
 
