@@ -45,7 +45,7 @@ class LocalProcesses:
         line, hold = os.pipe()
         output, write = os.pipe()
         limit = self.config.message_bytes
-        command = [sys.executable, "-X", "faulthandler", "-m", "intarsia_rl.processes", name]
+        command = [sys.executable, "-P", "-X", "faulthandler", "-m", "intarsia_rl.processes", name]
         command += ["--inherited", str(theirs.fileno()), "--lifeline", str(line), "--limit", str(limit)]
         try:
             child = subprocess.Popen(
