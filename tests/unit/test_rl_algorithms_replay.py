@@ -16,6 +16,7 @@ from intarsia_eager.engine import prepare
 from intarsia_models_common.config import MLAConfig, RopeConfig
 from intarsia_models_common.moe.config import routed_layers
 from intarsia_models_common.moe.replay import recorded_routes
+from intarsia_rl.algorithms.config import check_routes
 from intarsia_testing.model import documents_of, fill, positions_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -143,6 +144,6 @@ def test_what_cannot_be_replayed_is_refused(model):
 def test_models_without_routers_are_refused_by_name(model):
     from intarsia_llama3.config import debug
 
-    assert routed_layers(model.config) == 2
+    assert routed_layers(model.config) == check_routes(model.config) == 2
     with pytest.raises(UsageError, match=r"Llama3 has no layer that chooses experts.*replay_routes=False"):
-        routed_layers(debug())
+        check_routes(debug())

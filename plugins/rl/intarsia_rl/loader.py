@@ -18,6 +18,7 @@ from intarsia.config import Recipe
 from intarsia.contracts import Batch, Run, StateItem, Tokenizer
 from intarsia.errors import CheckpointError, DistributedError, IntarsiaError, UsageError
 
+from intarsia_rl.algorithms.config import check_routes
 from intarsia_rl.config import RolloutsConfig
 from intarsia_rl.contracts import ProcessDied, WeightTransport
 from intarsia_rl.controller.service import SERVICE
@@ -297,3 +298,5 @@ def check_settings(config: RolloutsConfig, recipe: Recipe) -> None:
         wrong.append("a temperature below 0 means nothing; 0 is greedy")
     if wrong:
         raise UsageError("data.loader: " + "; ".join(wrong) + ".")
+    if config.replay_routes:
+        check_routes(recipe.model)

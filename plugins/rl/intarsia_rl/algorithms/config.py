@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import chz
-from intarsia.config.bases import LossConfig
+from intarsia.config.bases import LossConfig, ModelConfig
 from intarsia.errors import UsageError, did_you_mean
 
 from intarsia_rl.bases import AlgorithmConfig
@@ -148,6 +148,15 @@ class RLOOConfig(PolicyGradientConfig):
         default=None, doc="A ratio above 1 + clip_high is worth no more where the advantage is positive; none: no bound."
     )
     importance_cap: float | None = chz.field(default=2.0, doc="Largest importance weight, against samples of old policies; none: no bound.")
+
+
+def check_routes(model: ModelConfig) -> int:
+    """How many layers choose experts, whose choices can be replayed. UsageError, naming the model, where none does."""
+    try:
+        from intarsia_models_common.moe.config import routed_layers
+    except ImportError:
+        raise UsageError("data.loader.replay_routes needs the distribution intarsia-models-common, which is not installed.") from None
+    return routed_layers(model)
 
 
 def at_least(name: str, value: float, least: float) -> None:
