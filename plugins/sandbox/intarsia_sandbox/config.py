@@ -18,3 +18,7 @@ class ProcessSandboxConfig(SandboxConfig):
     unconfined: bool = chz.field(
         default=False, doc="Run even where the kernel gives no namespaces: with resource limits alone. Only for code that you trust."
     )
+    paths: tuple[str, ...] = chz.field(
+        default=(),
+        doc="Further files and folders that commands may read, at their own places; the system's programs and this Python are always there.",
+    )

@@ -1,0 +1,1 @@
+"""What runs in the sandbox's own processes. Standard library alone: the interpreter is started without site packages, and imports nothing that the parent has."""
