@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from intarsia_testing.role import RoleConformance
     from intarsia_testing.storage import StorageConformance
     from intarsia_testing.transport import TransportConformance
+    from intarsia_testing.weight_transport import WeightTransportConformance
 
 __version__ = "0.1.0.dev0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "RoleConformance",
     "StorageConformance",
     "TransportConformance",
+    "WeightTransportConformance",
 ]
 
 _MODULES = {
@@ -66,6 +68,7 @@ _MODULES = {
     "RoleConformance": "role",
     "StorageConformance": "storage",
     "TransportConformance": "transport",
+    "WeightTransportConformance": "weight_transport",
 }
 
 

@@ -131,7 +131,7 @@ class Server:
         try:
             if "boxes" not in request:
                 index = {name: [[box.start, box.size] for box, _ in found] for name, found in kept.values.items()}
-                described = {name: [self._described[name].dtype, self._described[name].shape] for name in kept.values}
+                described = {name: [one.dtype, one.shape] for name, one in self._described.items()}
                 wire.send_json(connection, {"index": index, "described": described})
                 return
             parts = [self._part(kept, name, Box(tuple(start), tuple(size))) for name, start, size in request["boxes"]]

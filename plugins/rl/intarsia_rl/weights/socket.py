@@ -262,7 +262,7 @@ class _Plan:
         batch: Batch = []
         size = 0
         for name, box in wanted:
-            parts = [(number, common) for number, held in self._holders[name] if (common := held.intersect(box)) is not None]
+            parts = [(number, common) for number, held in self._holders.get(name, ()) if (common := held.intersect(box)) is not None]
             if region_numel(tuple(part for _, part in parts)) != box.numel:
                 raise DistributedError(f"The trainer's ranks do not hold all of {name}.")
             batch.append((name, box, parts))
