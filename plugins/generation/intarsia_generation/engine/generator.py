@@ -175,7 +175,7 @@ class LocalGenerator:
             self._obey(wait=not did_something)
             if self._closed:
                 break
-            if self._drains and not self._paused and not self._engine.scheduler.running:
+            if self._drains and not self._paused and not self._engine.scheduler.begun:
                 for drain in self._drains:
                     self._do(drain)
                 self._drains = []

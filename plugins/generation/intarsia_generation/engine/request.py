@@ -59,6 +59,11 @@ class Job:
         return self.request.priority, self.arrival
 
     @property
+    def begun(self) -> bool:
+        """Whether it has run before."""
+        return self.cached_tokens is not None
+
+    @property
     def decided(self) -> int:
         """Prompt and decided tokens."""
         return self.prompt + len(self.log_probs)

@@ -68,8 +68,13 @@ class Scheduler:
         self._give_up(job)
         self.add(job)
 
+    @property
+    def begun(self) -> bool:
+        """Whether a request has begun and not ended, with blocks or, at the moment, without."""
+        return bool(self.running) or any(job.begun for job in self.waiting)
+
     def plan(self, admit: bool = True) -> list[Chunk]:
-        """The next step; empty where nothing can be computed. Blocks are given to all of it. `admit`: requests that wait may begin."""
+        """The next step; empty where nothing can be computed. Blocks are given to all of it. `admit`: requests may begin; those that had begun and lost their blocks always go on."""
         chunks: list[Chunk] = []
         left, preempted = self.budget, self.preemptions
         for is_decode in (True, False):
@@ -81,9 +86,8 @@ class Scheduler:
                     left -= size
         for chunk in chunks:
             self._name(chunk.job)
-        while admit and preempted == self.preemptions and left > 0 and self.waiting and len(self.running) < self.sequences:
-            job = self.waiting[0]
-            if not self._begin(job):
+        for job in [] if preempted < self.preemptions else [each for each in self.waiting if admit or each.begun]:
+            if left == 0 or len(self.running) == self.sequences or not self._begin(job):
                 break
             size = min(job.needed - job.computed, left)
             chunks.append(self._chunk(job, size, False))
@@ -99,7 +103,7 @@ class Scheduler:
         wanted = -(-job.needed // self.pool.size) - len(shared)
         if wanted > self.pool.available - sum(self.pool.is_free(block) for block, _ in shared):
             return False
-        self.waiting.pop(0)
+        self.waiting.remove(job)
         bisect.insort(self.running, job, key=lambda each: each.order)
         job.row = self._free_rows.pop()
         for block, name in shared:
