@@ -11,7 +11,7 @@ import torch
 from intarsia.contracts import Box
 from intarsia.discovery import import_reference
 from intarsia.errors import NumericsError, PluginError, UsageError, did_you_mean
-from intarsia.layout import box_text, find_overlap, region_numel, slices
+from intarsia.layout import Layout, box_text, find_overlap, region_numel, slices
 from intarsia.parameters import persistent_buffers
 from intarsia.plugins import Plugins
 from torch import Tensor, nn
@@ -36,6 +36,19 @@ class Part:
 
 Holds = Mapping[str, Sequence[Part]]
 """By a model's own name of a parameter or persistent buffer the parts of canonical tensors that it is made of. Stability: provisional."""
+
+
+def held_parts(layouts: Mapping[str, Layout], rank: int) -> dict[str, tuple[Part, ...]]:
+    """What rank `rank` of a generator's mesh holds where its tensors are cut as `layouts` say, by canonical name: a tensor of the shape of its box where it is one, else 1-D in
+    storage order. Tensors of which the rank has nothing hold nothing. Stability: provisional."""
+    found: dict[str, tuple[Part, ...]] = {}
+    for name, layout in layouts.items():
+        region, offset, parts = layout.local(rank), 0, []
+        for box in region:
+            parts.append(Part(name, box, None if len(region) == 1 else Box((offset,), (box.numel,))))
+            offset += box.numel
+        found[name] = tuple(parts)
+    return found
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
@@ -217,12 +230,24 @@ def _plan(model: nn.Module, weights: WeightVersion, holds: Holds | None, skips: 
                 problems.append(
                     f"{name} has shape {list(tensor.shape)} and cannot take {part.name} {box_text(box)} of {list(shape)} at {box_text(where)}"
                 )
-    taken = {copy.name for copy in copies} | set(skips)
+        problems += _uncovered(name, tensor, stated.get(name, (Part(name),)))
+    taken = {copy.name for copy in copies} | set(stated) | set(skips)
     problems += [f"nothing in the model takes {name}" for name in weights.shapes if name not in taken and 0 not in weights.shapes[name]]
     if problems:
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise UsageError(f"Version {weights.version} of the weights does not fit the model:\n  " + "\n  ".join(problems[:8]) + more)
     return [copy for copy in copies if copy.box.numel]
+
+
+def _uncovered(own: str, tensor: Tensor, parts: Sequence[Part]) -> list[str]:
+    """What is wrong with the places that the parts of a tensor of the model go to, where they do not make all of it."""
+    places = [part.where or Box.whole(tensor.shape) for part in parts]
+    filled = [place for place in places if place.numel]
+    if len({len(place.start) for place in places} - {tensor.ndim}) == 0 and _covers(filled, tensor.shape):
+        return []
+    return [
+        f"the parts that {own} of shape {list(tensor.shape)} is made of do not cover it once: {', '.join(map(box_text, places)) or 'none'}"
+    ]
 
 
 def _reader(transport: str, plugins: Plugins) -> Callable[..., Generator[tuple[str, Tensor], None, None]]:
