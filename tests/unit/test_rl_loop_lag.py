@@ -258,3 +258,69 @@ def test_the_buffer_never_lets_lag_exceed_its_bound() -> None:
             if step > version and draw.random() < 0.5:
                 version = min(step, version + 1)
         assert worst == max_lag, (max_lag, uses, size, worst)
+
+
+def test_groups_that_teach_nothing_stop_being_begun_though_nobody_asks() -> None:
+    environment = OneTurn({"train": TASKS}, lambda task, seed, action: 1.0)
+    config = settings(max_lag=1, barren_rounds=2)
+    loop, generators = world(config, slow_tail, environment, MeanBaseline(filters=True))
+
+    async def run() -> None:
+        await loop.begin(0)
+        await loop.new_weights(published(0))
+        await asyncio.sleep(10_000.0)
+        asked = len(generators.requests)
+        assert asked < 80
+        with pytest.raises(
+            UsageError, match=r"2 rounds of 4 groups in a row have nothing to train on .* left every group out. Rewards are 1 to 1"
+        ):
+            await loop.batch(0)
+        assert len(generators.requests) == asked
+
+    run_virtually(run())
+
+
+def test_an_audit_scores_anew_what_has_no_token_of_the_trainers_version() -> None:
+    loop, _ = world(settings(max_lag=2, audit=1), slow_tail, OneTurn({"train": TASKS}, reward))
+    deliveries = run_virtually(train(loop, 6, 30.0))
+    assert all(sample.audit_log_probs is None for sample in deliveries[0]["samples"]), "what is of this version needs none"
+    for step, each in enumerate(deliveries[1:], 1):
+        audited = [sample for sample in each["samples"] if sample.audit_log_probs is not None]
+        if all(step not in segment.versions for sample in each["samples"] for segment in sample.segments):
+            assert [sample.id for sample in audited] == [each["samples"][0].id] and audited[0].audit_version == step
+        else:
+            assert not audited
+    assert any(sample.audit_version > 0 for each in deliveries for sample in each["samples"])
+
+
+def test_a_reference_scores_kept_samples() -> None:
+    reference = ScriptedGenerators(slow_tail)
+    reference.version = 0
+    loop, _ = world(settings(groups=2), slow_tail, OneTurn({"train": TASKS}, reward), MeanBaseline(needs_reference=True))
+    loop._parts.reference = reference
+    for step, each in enumerate(run_virtually(train(loop, 3, 0.1))):
+        for sample in each["samples"]:
+            [scores], [segment] = sample.reference_log_probs, sample.segments
+            assert [score != 0.0 for score in scores] == list(segment.trained)
+            assert (scores == segment.log_probs) == (step == 0), "version 0 is the reference"
+
+
+def test_held_out_tasks_are_tried_with_the_weights_of_the_step() -> None:
+    loop, generators = world(settings(max_lag=1), slow_tail, OneTurn({"train": TASKS}, reward))
+    loop._parts.held_out_tasks = TASKS[:6]
+
+    async def run() -> list[Any]:
+        await loop.begin(0)
+        found = []
+        for step in range(3):
+            await loop.new_weights(published(step))
+            found.append(await loop.evaluate(step))
+            await loop.batch(step)
+        return found
+
+    found = run_virtually(run())
+    for step, each in enumerate(found):
+        assert [sample.task for sample in each["samples"]] == [task.id for task in TASKS[:6]] and each["stats"]["samples"] == 6
+        assert {version for sample in each["samples"] for version in sample.segments[0].versions if version >= 0} == {step}
+    seeds = [tuple(r.sampling.seed for r in generators.requests if r.id.startswith(f"held_out/{step}/")) for step in range(3)]
+    assert len(set(seeds)) == 1 and len(set(seeds[0])) == 6

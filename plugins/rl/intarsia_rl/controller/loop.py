@@ -114,7 +114,7 @@ class Loop:
 
     def _fill(self) -> None:
         """Begin what may begin. Groups of a run that is resumed were counted already."""
-        if self._version < 0 or self._error is not None:
+        if self._version < 0 or self._error is not None or self._barren():
             return
         while self._again:
             self._start(self._buffer.groups[self._again.pop(0)])
@@ -187,9 +187,14 @@ class Loop:
             self._check_barren()
             await self._changed.wait()
 
+    def _barren(self) -> tuple[Group, ...]:
+        """The groups in a row that are too many to have nothing to train on; none where they are not."""
+        groups = self._buffer.barren()
+        return groups if len(groups) >= self._config.barren_rounds * self._config.groups else ()
+
     def _check_barren(self) -> None:
-        config, groups = self._config, self._buffer.barren()
-        if len(groups) < config.barren_rounds * config.groups:
+        config, groups = self._config, self._barren()
+        if not groups:
             return
         failed = [sample.failure for group in groups for sample in group.samples if sample.failure is not None]
         rewards = [sample.reward for group in groups for sample in group.samples if sample.failure is None]
