@@ -1,6 +1,6 @@
 """The quick start of reinforcement learning: a small model learns a task from rewards alone, is killed, and comes back exactly.
 
-    python examples/rl_quickstart.py [--recipe arithmetic/debug] [--directory runs/rl-quickstart] [PATH=VALUE ...]
+    python examples/rl_quickstart.py [--recipe alphabet_sort/debug] [--directory runs/rl-quickstart] [PATH=VALUE ...]
 
 Three acts, all through the command line that you would use yourself:
 
@@ -28,7 +28,7 @@ from quickstart import command, events, run_until, say, steps
 
 CHECKPOINT_EVERY, KILL_AFTER = 5, 8
 LOW, HIGH = 0.2, 0.9
-COMPARED = ("reward", "gap", "lag_max", "trained_tokens")
+COMPARED = ("reward", "gap", "gap_tokens", "trained_tokens", "lag", "length")
 
 
 def step_facts(run: Path) -> list[tuple[int, tuple[Any, ...]]]:
@@ -60,17 +60,17 @@ def proof(run: Path, code: int) -> dict[str, Any]:
         "steps": steps(run),
         "steps_done_twice": repeated,
         "steps_that_differ": differ,
-        "largest_gap": max(event["gap"] for event in rollouts),
+        "largest_gap": max(event["gap"] or 0.0 for event in rollouts),
         "tokens_compared": sum(event["gap_tokens"] for event in rollouts),
-        "largest_lag": max(event["lag_max"] for event in rollouts),
-        "restarts": sum(event.get("restarts", 0) for event in rollouts),
+        "largest_lag": max(event["lag"]["max"] for event in rollouts),
+        "kills": rollouts[-1]["kills"],
     }
 
 
 def main() -> int:
     """Play the acts; print and save the proof."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="arithmetic/debug", help="what to train")
+    parser.add_argument("--recipe", default="alphabet_sort/debug", help="what to train")
     parser.add_argument(
         "--directory", type=Path, default=Path("runs/rl-quickstart"), help="where the run goes; an earlier one there is replaced"
     )
