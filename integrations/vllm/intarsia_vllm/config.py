@@ -20,4 +20,3 @@ class VllmConfig(GeneratorConfig):
     )
     gpu_memory: float = chz.field(default=0.5, doc="Share of a GPU's memory that the engine takes.")
     prefix_cache: bool = chz.field(default=True, doc="Keep the caches of prompts for those that begin alike.")
-    seed: int = chz.field(default=0, doc="Seed of requests that have none; those of a run have their own.")

@@ -62,10 +62,18 @@ class PagedContext:
     """A SequenceContext for one forward pass of vLLM. Stability: provisional.
 
     Arguments: `positions_T` are the new tokens' positions in their requests; `specs` and `caches` those of the mixers by name; `metadata` the step's requests, and None in a pass that vLLM makes to
-    measure memory: nothing is kept then.
+    measure memory: nothing is kept then. `together` has all requests in one call of `ops.attention`, as one row of documents: for kernels whose work and memory are those of what is seen.
     """
 
-    def __init__(self, positions_T: Tensor, specs: Mapping[str, MixerSpec], caches: Mapping[str, Cache], metadata: Metadata | None) -> None:
+    def __init__(
+        self,
+        positions_T: Tensor,
+        specs: Mapping[str, MixerSpec],
+        caches: Mapping[str, Cache],
+        metadata: Metadata | None,
+        together: bool = False,
+    ) -> None:
+        self.together = together
         self.positions_BS = positions_T[None]
         self.specs, self.caches, self.metadata = specs, caches, metadata
         self.documents_BS: Tensor | None = None
@@ -80,6 +88,14 @@ class PagedContext:
         self.documents_BS = torch.repeat_interleave(requests, torch.tensor(counts, device=device))[None]
         self._positions_E = torch.cat([torch.arange(length, device=device) for length in lengths])
         self._documents_E = torch.repeat_interleave(requests, torch.tensor(lengths, device=device))
+        self._mask = {
+            "documents_q_BS": self.documents_BS,
+            "documents_k_BT": self._documents_E[None],
+            "positions_q_BS": self.positions_BS,
+            "positions_k_BT": self._positions_E[None],
+        }
+        if self.together:
+            return
         ends = [0]
         for length in lengths:
             ends.append(ends[-1] + length)
@@ -132,6 +148,8 @@ class PagedContext:
         refuse(mixer, "indexed")
 
     def _attend(self, q_BSHD: Tensor, k_EKD: Tensor, v_EKD: Tensor, settings: Mapping[str, Any]) -> Tensor:
+        if self.together:
+            return ops.attention(q_BSHD, k_EKD[None], v_EKD[None], **settings, **self._mask)
         q_THD = q_BSHD[0]
         out_THD = q_THD.new_zeros((*q_THD.shape[:2], v_EKD.shape[-1]))
         for group in self._groups:

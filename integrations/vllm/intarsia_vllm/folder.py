@@ -67,9 +67,6 @@ def facts_of(
         raise UsageError(
             f"generator.max_tokens is {max_tokens}; this model has {positions} positions, of which prompt and completion need at least 2."
         )
-    chosen = recipe.precision.compute if dtype == "auto" else dtype
-    if chosen not in FLOATING:
-        raise UsageError(f"vLLM cannot compute in {chosen!r}. Set generator.dtype to one of {', '.join(FLOATING)}.")
     return {
         "architectures": [architecture(name)],
         "model_type": FORMAT,
@@ -81,9 +78,17 @@ def facts_of(
         "head_dim": 32,
         # One more than is ever asked for: a request that only scores tokens has to let the engine choose one behind them.
         "max_position_embeddings": (max_tokens or positions) + 1,
-        "dtype": chosen,
+        "dtype": dtype_of(recipe, dtype),
         "intarsia": {"recipe": "recipe.json", "invariant": invariant, "initial": initial},
     }
+
+
+def dtype_of(recipe: Recipe, dtype: str) -> str:
+    """What the model computes in; auto is what the run does. UsageError for what vLLM cannot compute in."""
+    chosen = recipe.precision.compute if dtype == "auto" else dtype
+    if chosen not in FLOATING:
+        raise UsageError(f"vLLM cannot compute in {chosen!r}. Set generator.dtype to one of {', '.join(FLOATING)}.")
+    return chosen
 
 
 def read(folder: str | Path, plugins: Plugins) -> tuple[Recipe, Mapping[str, Any]]:
@@ -97,8 +102,3 @@ def read(folder: str | Path, plugins: Plugins) -> tuple[Recipe, Mapping[str, Any
             f"{home} is no folder that intarsia_vllm.folder.write made: its config.json has no section `intarsia` ({error})."
         ) from error
     return load_saved(home / recipe, plugins=plugins).recipe, facts
-
-
-def facts_dtype(folder: str | Path) -> str:
-    """What a folder's model computes in."""
-    return str(json.loads((Path(folder) / "config.json").read_text())["dtype"])

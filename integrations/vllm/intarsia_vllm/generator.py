@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import intarsia.errors
 import torch
+from intarsia import device as devices
+from intarsia import ops
 from intarsia.contracts import Tokenizer
 from intarsia.errors import IntarsiaError, NumericsError, PluginError, UsageError
 from intarsia.plugins import child_environment
@@ -34,6 +36,7 @@ from intarsia_rl.contracts import (
 from intarsia_vllm import engine as engines
 from intarsia_vllm import folder
 from intarsia_vllm.config import VllmConfig
+from intarsia_vllm.context import specs_of
 
 OnTokens = Callable[[Sequence[int]], None]
 
@@ -42,17 +45,21 @@ def build(config: VllmConfig, context: GeneratorContext) -> VllmGenerator:
     """Start the engine, which takes some twenty seconds. UsageError where vLLM is not installed, and for what it cannot serve."""
     engines.check_installed()
     recipe, plugins = context.recipe, context.plugins
-    with torch.device("meta"):
-        model: Any = plugins.build(recipe.model)
-    mixture = any(hasattr(module, "route_number") for module in model.modules())
     if context.invariant:
         engines.check_invariant()
+    # What the engine's process would refuse is refused here, where it can be said.
+    dtype = folder.dtype_of(recipe, config.dtype)
+    ops.select(dict(recipe.kernels), plugins, devices.capabilities(), dtype, invariant=context.invariant)
+    with torch.device("meta"):
+        model: Any = plugins.build(recipe.model)
+    specs_of(model)
+    mixture = any(hasattr(module, "route_number") for module in model.modules())
     limit = config.max_tokens or recipe.model.max_positions
     home = tempfile.mkdtemp(prefix="intarsia-vllm-")
     try:
-        folder.write(home, recipe, plugins, max_tokens=limit, dtype=config.dtype, invariant=context.invariant, initial=context.initial)
+        folder.write(home, recipe, plugins, max_tokens=limit, dtype=dtype, invariant=context.invariant, initial=context.initial)
         os.environ.update(child_environment(plugins))
-        engine = engines.start(home, config, limit)
+        engine = engines.start(home, config, limit, dtype)
     except BaseException:
         shutil.rmtree(home, ignore_errors=True)
         raise
@@ -78,9 +85,11 @@ class _Live:
 class VllmGenerator:
     """See `Generator`. Made by `build`.
 
-    vLLM draws a request's tokens from a stream of its own that begins with the request's seed; other requests do not touch it. Log-probabilities are vLLM's `raw_logprobs`: log_softmax in float32 of
-    the logits as the model gave them.
+    Tokens are chosen as the embedded generator chooses them (`sampling`). Log-probabilities are vLLM's `raw_logprobs`: log_softmax in float32 of
+    the logits as the model gave them. `on_gone` is called when the engine has died.
     """
+
+    on_gone: Callable[[str], None] = staticmethod(engines.end_process)
 
     def __init__(self, engine: Any, facts: GeneratorFacts, tokenizer: Tokenizer | None, home: str, version: int) -> None:
         self.engine, self.facts, self.tokenizer = engine, facts, tokenizer
@@ -266,11 +275,9 @@ class VllmGenerator:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         before, self._version = self._version, -1
-        fields = {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
-        plain = {**fields, **{name: dict(fields[name]) for name in ("location", "digests", "dtypes")}}
         try:
             await self.engine.start_weight_update()
-            await self.engine.update_weights(WeightTransferUpdateRequest(update_info=plain))
+            await self.engine.update_weights(WeightTransferUpdateRequest(update_info=engines.plain_update(weights)))
             state = await self._call("intarsia_state")
             if state["failure"] is None:
                 await self.engine.finish_weight_update(str(weights.version))
@@ -292,6 +299,8 @@ class VllmGenerator:
 
     async def stats(self) -> GeneratorStats:
         """See Generator. `cache_used` counts blocks that several requests share for each of them, and at most 1."""
+        if self.engine.errored and not self._closed:
+            self.on_gone("it ended")
         started = sum(bool(live.first) for live in self._live.values())
         used = 0.0
         if self._attached is not None:
@@ -347,5 +356,6 @@ class VllmGenerator:
         if isinstance(error, (IntarsiaError, ProcessDied)):
             return error
         if self.engine.errored:
+            self.on_gone(f"{type(error).__name__}: {error}")
             return ProcessDied("the vLLM engine", f"{type(error).__name__}: {error}")
         return PluginError(f"vLLM: {type(error).__name__}: {error}")

@@ -6,7 +6,7 @@ vLLM's flat [T] tokens and positions become one row of documents, `project` make
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from intarsia import device as devices
@@ -41,14 +41,12 @@ class IntarsiaForCausalLM(nn.Module):
         self.plugins = current()
         verify_child(self.plugins)
         self.recipe, facts = folder.read(settings.model, self.plugins)
-        self.initial = bool(facts.get("initial"))
+        self.initial, self.invariant = bool(facts.get("initial")), bool(facts.get("invariant"))
         place = torch.device(vllm_config.device_config.device)
         name = str(settings.dtype).removeprefix("torch.")
-        self.choices = ops.select(
-            dict(self.recipe.kernels), self.plugins, devices.capabilities(), name, invariant=bool(facts.get("invariant"))
-        ).choices
+        self.choices = ops.select(dict(self.recipe.kernels), self.plugins, devices.capabilities(), name, invariant=self.invariant).choices
         self.model: Any = build.build_model(self.recipe, self.plugins, place, settings.dtype)
-        if facts.get("invariant"):
+        if self.invariant:
             take_plain_forms(self.model)
         self.specs = specs_of(self.model)
         # Not under the mixers' own names: vLLM reads a layer's number out of them.
@@ -74,7 +72,7 @@ class IntarsiaForCausalLM(nn.Module):
             self.embed_input_ids(input_ids)
         metadata = self._metadata()
         used = len(input_ids) if metadata is None else metadata.starts[-1]  # vLLM may pad behind the last request
-        context = PagedContext(positions[:used].long(), self.specs, self.caches, metadata)
+        context = PagedContext(positions[:used].long(), self.specs, self.caches, metadata, together=self.invariant)
         with ops.installed(self.choices), recording(self.routes if metadata is not None else None) as recorded:
             hidden_TD = self.model(input_ids[None, :used], context)[0]
         if recorded is not None and metadata is not None and self.routes is not None:
@@ -118,7 +116,7 @@ class IntarsiaForCausalLM(nn.Module):
 
 
 def take_plain_forms(model: nn.Module) -> None:
-    """Have mixers with several algebraic forms (latent attention) compute as they do in training."""
+    """Have latent attention compute as it does in training: another order of products gives other bits."""
     for module in model.modules():
-        if getattr(module, "form", None) == "auto":
-            module.form = "plain"
+        if getattr(module, "form", None) in ("auto", "absorbed"):
+            cast(Any, module).form = "plain"

@@ -7,7 +7,7 @@ from typing import Any
 
 from intarsia.errors import IntarsiaError
 from intarsia_rl.contracts import WeightVersion
-from intarsia_rl.weights import fill as published
+from intarsia_rl.weights.fill import fill
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 
@@ -18,13 +18,9 @@ class Nothing(WeightTransferInitInfo):
 
 @dataclasses.dataclass
 class Published(WeightTransferUpdateInfo):
-    """The fields of a `WeightVersion`."""
+    """`weights` are the fields of a `WeightVersion`."""
 
-    version: int
-    transport: str
-    location: dict[str, Any]
-    digests: dict[str, str]
-    dtypes: dict[str, str]
+    weights: dict[str, Any]
 
 
 class PublishedWeightsEngine(WeightTransferEngine[Nothing, Published]):
@@ -46,13 +42,14 @@ class PublishedWeightsEngine(WeightTransferEngine[Nothing, Published]):
     def receive_weights(self, update_info: Published) -> None:
         """Take a version."""
         ours: Any = self.model
+        weights = WeightVersion(**update_info.weights)
         ours.version, ours.failure = -1, None
         try:
-            published.fill(ours.model, WeightVersion(**dataclasses.asdict(update_info)), ours.plugins)
+            fill(ours.model, weights, ours.plugins)
         except IntarsiaError as error:
             ours.failure = [type(error).__name__, str(error)]
         else:
-            ours.version = update_info.version
+            ours.version = weights.version
 
     def finish_weight_update(self) -> None:
         """Nothing to do."""
