@@ -475,3 +475,8 @@ def through(value: Any) -> Any:
     head, _, text, *blobs = encode(value, 1 << 28)
     assert HEAD.unpack(head)[1] == len(blobs)
     return decode(text, blobs)
+
+
+async def nothing() -> object:
+    """A service that has no method: `ping` is answered all the same."""
+    return object()

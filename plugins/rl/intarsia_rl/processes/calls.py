@@ -16,7 +16,7 @@ from intarsia.plugins import import_reference, verify_child
 from intarsia_rl.contracts import ProcessDied
 from intarsia_rl.processes.codec import CodecError
 from intarsia_rl.processes.failures import RemoteError, error_of, plain_error
-from intarsia_rl.processes.wire import Connection, ConnectionLost
+from intarsia_rl.processes.wire import CLOSED, Connection, ConnectionLost
 
 LINGER_S = 2.0
 """How long a process may take to end after its connection did, before it is killed."""
@@ -128,9 +128,10 @@ class ConnectedProcess:
                 self._take(await self._connection.receive())
         except ConnectionLost as error:
             self._lost = str(error)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                await self._over.wait()
+        if self._lost == CLOSED:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S):
+                    await self._over.wait()
         if not self._over.is_set():
             self._kill()
 
@@ -159,7 +160,7 @@ class ConnectedProcess:
     async def _follow(self, ended: Awaitable[str]) -> None:
         """Fail all calls when the process has ended."""
         reason = await ended
-        if self._lost not in ("", "the connection was closed"):
+        if self._lost not in ("", CLOSED):
             reason = f"{self._lost}; {reason}"
         self._reason = "it was stopped" if self._stopping else reason
         for answer in self._waiting.values():

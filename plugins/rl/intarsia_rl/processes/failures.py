@@ -36,14 +36,14 @@ class RemoteError(Exception):
 
 def plain_error(error: BaseException) -> dict[str, Any]:
     """An exception as plain values."""
-    trace = "".join(traceback.format_exception(error))[-MOST_TEXT:]
+    trace = "".join(traceback.format_tb(error.__traceback__))[-MOST_TEXT:]
     if isinstance(error, EnvironmentFailure):
         text = str(error).removeprefix(f"{error.boundary}: ")
         return {"class": "EnvironmentFailure", "text": cut(text), "boundary": error.boundary, "retry": error.retry, "trace": trace}
     if isinstance(error, RemoteError):
         return {"class": error.kind, "text": cut(str(error)), "trace": error.trace}
     known = next((parent.__name__ for parent in type(error).__mro__ if CLASSES.get(parent.__name__) is parent), None)
-    return {"class": known or type(error).__name__, "text": cut(str(error) if known else words(error)), "trace": trace}
+    return {"class": known or type(error).__name__, "text": cut(say(error)) if known else words(error), "trace": trace}
 
 
 def error_of(plain: Mapping[str, Any]) -> Exception:

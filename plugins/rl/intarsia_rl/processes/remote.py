@@ -159,7 +159,9 @@ class RemoteEpisode:
         index, member = place
         try:
             await self._pool.bounded(index, member, member.worker.close_episode(self.name, self.timeout_s), "environment", "close")
-        except (WorkerLost, EnvironmentFailure) as error:
+        except WorkerLost:
+            pass  # and the episode with it
+        except EnvironmentFailure as error:
             self._pool.say(f"closing an episode of task {self.task.id!r} failed: {error}")
         finally:
             member.load -= 1

@@ -21,8 +21,11 @@ HANDSHAKE_S = 20.0
 MOST_BLOBS = 1 << 20
 
 
+CLOSED = "the connection was closed"
+
+
 class ConnectionLost(Exception):
-    """The other end is gone, or sent what is no message."""
+    """The other end is gone (its message is then CLOSED), or sent what is no message."""
 
 
 class Connection:
@@ -66,7 +69,7 @@ class Connection:
             text = await self._reader.readexactly(text_bytes)
             return decode(text, [await self._reader.readexactly(size) for size in sizes])
         except asyncio.IncompleteReadError as error:
-            raise ConnectionLost("the connection was closed") from error
+            raise ConnectionLost(CLOSED) from error
         except (OSError, CodecError) as error:
             raise ConnectionLost(str(error)) from error
 
@@ -84,7 +87,9 @@ def new_token() -> bytes:
 
 
 class Listener:
-    """Waits for one connection of somebody who holds the token; all others are turned away. Made by `open`."""
+    """Waits for one connection of somebody who holds the token; all others are turned away. Made by `open`; `address` is (host, port)."""
+
+    address: tuple[str, int]
 
     def __init__(self, token: bytes, limit: int) -> None:
         self._token, self._limit = token, limit
@@ -96,13 +101,8 @@ class Listener:
         """Listen at a free port of `host`."""
         listener = cls(token, limit)
         listener._server = await asyncio.start_server(listener._meet, host, 0)
+        listener.address = listener._server.sockets[0].getsockname()[:2]
         return listener
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port."""
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return host, port
 
     async def connection(self) -> Connection:
         """The connection, once it is there; nobody can connect afterwards."""
