@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from intarsia_testing.pipeline_schedule import PipelineScheduleConformance
     from intarsia_testing.placement import PlacementConformance
     from intarsia_testing.role import RoleConformance
+    from intarsia_testing.sandbox import SandboxConformance
     from intarsia_testing.storage import StorageConformance
     from intarsia_testing.transport import TransportConformance
     from intarsia_testing.weight_transport import WeightTransportConformance
@@ -47,6 +48,7 @@ __all__ = [
     "PipelineScheduleConformance",
     "PlacementConformance",
     "RoleConformance",
+    "SandboxConformance",
     "StorageConformance",
     "TransportConformance",
     "WeightTransportConformance",
@@ -66,6 +68,7 @@ _MODULES = {
     "PipelineScheduleConformance": "pipeline_schedule",
     "PlacementConformance": "placement",
     "RoleConformance": "role",
+    "SandboxConformance": "sandbox",
     "StorageConformance": "storage",
     "TransportConformance": "transport",
     "WeightTransportConformance": "weight_transport",

@@ -10,10 +10,8 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -173,6 +171,9 @@ def _wait(lines: _Lines, number: int, limits: dict[str, Any], watched: bool) -> 
 
 def unconfined(asked: dict[str, Any]) -> dict[str, Any]:
     """Run the command with limits alone, in a folder of its own that is removed afterwards, and end all that it has started."""
+    import shutil
+    import tempfile
+
     folder = tempfile.mkdtemp(prefix="sandbox-")
     try:
         home, temporary = os.path.join(folder, "work"), os.path.join(folder, "tmp")
