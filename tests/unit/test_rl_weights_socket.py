@@ -87,7 +87,7 @@ def test_a_connection_that_breaks_is_made_again(transport: Socket, limit: int) -
 
 def test_a_rank_that_always_breaks_is_an_error_and_no_mix(transport: Socket) -> None:
     location = publish(transport, Trainer(SelfCommunicator()), 0)
-    proxy = Proxy(tuple(location["servers"][0]), [700])
+    proxy = Proxy(tuple(location["servers"][0]), [700, 150])
     with pytest.raises(
         DistributedError,
         match=r"Version 0 of the weights cannot be read from the trainer's rank at 127\.0\.0\.1:\d+: the connection ended half-way \(2 attempts\)",
