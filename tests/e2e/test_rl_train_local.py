@@ -1,0 +1,73 @@
+"""`intarsia train arithmetic/debug` as a user calls it, with the embedded generator and real processes: it runs, is killed, and goes on exactly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from intarsia_checkpoint_formats.reader import open_checkpoint
+from intarsia_console.events import read_events
+from intarsia_rl.controller.writer import files, read
+
+RUN = (
+    "train.steps=5", "train.sequence_length=32", "checkpoint.every=2", "data.loader.groups=4", "data.loader.group=4", "data.loader.max_lag=0",
+    "data.loader.held_out.tasks=4", "data.loader.held_out.at_start=false",
+)  # fmt: skip
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """A run in a process of its own."""
+    command = [sys.executable, "-c", "from intarsia.cli import run; run()", "train", *arguments, "--quiet"]
+    return subprocess.Popen(
+        command, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+
+
+def events(path: Path, kind: str) -> dict[int, dict[str, Any]]:
+    return {event["step"]: event for event in read_events(path) if event["event"] == kind}
+
+
+def rollouts(path: Path) -> dict[str, list[dict[str, Any]]]:
+    return {file.name: [{**record, "timings_s": None} for record in read(file)] for _, _, file in files(path / "rollouts")}
+
+
+def weights(path: Path, step: int) -> dict[str, bytes]:
+    checkpoint = open_checkpoint(path / "checkpoints" / f"step-{step:08}")
+    return {key: checkpoint.read(key).numpy().tobytes() for key in list(checkpoint.keys()) if key.startswith("model/")}
+
+
+def test_a_run_with_the_embedded_generator_is_killed_and_goes_on_exactly(tmp_path: Path) -> None:
+    """In batch-invariant mode, at lag 0: the run that was killed ends with the very weights, rollouts and losses of one that was not."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    running = start("arithmetic/debug", "--with", "batch_invariant", "--dir", str(broken), *RUN)
+    end = time.monotonic() + 240
+    while 3 not in events(broken, "rollouts") and running.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    os.kill(running.pid, signal.SIGKILL)
+    running.communicate(timeout=60)
+    assert 5 not in events(broken, "step"), "killed too late for this test"
+    ended(start("arithmetic/debug", "--with", "batch_invariant", "--dir", str(whole), *RUN))
+    ended(start("--resume", str(broken)))
+    for path in (whole, broken):
+        found = events(path, "rollouts")
+        assert sorted(found) == [1, 2, 3, 4, 5] and all(
+            event["trained_samples"] == 16 and event["lag"]["max"] == 0 for event in found.values()
+        )
+        assert all(event["gap"] == 0.0 and event["gap_tokens"] > 0 for event in found.values()), (
+            "trainer and generator are equal bit for bit"
+        )
+        assert events(path, "held_out")[5]["samples"] == 4
+    assert [event["step"] for event in read_events(broken) if event["event"] == "resume"] in ([2], [4])
+    assert rollouts(whole) == rollouts(broken)
+    losses = [{step: (event["loss"], event["gradient_norm"]) for step, event in events(path, "step").items()} for path in (whole, broken)]
+    assert losses[0] == losses[1] and weights(whole, 5) == weights(broken, 5)
