@@ -8,7 +8,7 @@ made its weights.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from intarsia.contracts import ToolSpec, Turn
@@ -320,7 +320,8 @@ class Process(Protocol):
     name: str
 
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """Call the service's method there; its exception is raised here (errors of ours and EnvironmentFailure with their class). `ProcessDied` where the process is gone."""
+        """Call the service's method there; its exception is raised here (errors of ours and EnvironmentFailure with their class, others as RemoteError). `ProcessDied` where the process is gone;
+        TimeoutError after `timeout_s`. Arguments and results are plain values, bytes and the contracts' dataclasses. A call that is cancelled is cancelled there."""
 
     def on_message(self, callback: Callable[[str, Any], None]) -> None:
         """Have `callback(kind, value)` called for what the service sends unasked."""
@@ -345,8 +346,8 @@ class ProcessLauncher(Protocol):
     """Starts processes. Built by `target(config)`. Torch-free. Stability: provisional."""
 
     async def start(self, name: str, service: str, arguments: Mapping[str, Any], threads: int | None = None) -> Process:
-        """Start a process that holds `service` (`"module:function"` of ours: `await function(**arguments)` gives the object whose async methods can be called), with the plugins of this one."""
+        """Start a process that holds `service`, with the plugins of this one. What the service raises when it is made is raised here.
 
-
-Restarted = Callable[[Process], Awaitable[None]]
-"""Called with a process that was started in place of a dead one, before it is used."""
+        `service` is `"module:function"` of ours: `await function(**arguments)` gives the object whose public async methods can be called. It may have `connected(send)`, which is given
+        `send(kind, value)` for messages, and `async close()`. The process ends when this one does, however that ends. `intarsia_rl.processes` has what a launcher needs besides starting.
+        """
