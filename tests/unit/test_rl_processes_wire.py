@@ -251,6 +251,7 @@ def test_the_controllers_side_imports_no_torch():
         "intarsia_rl.processes.generator_service",
         "intarsia_rl.processes.environment_service",
         "intarsia_rl.processes.__main__",
+        "intarsia_rl.controller.service",
         "intarsia_testing.rl_doubles",
     ]
     code = f"""

@@ -168,7 +168,7 @@ class Keeper(Generic[Member]):
                         await self._begin(index)
                         break
                     except Exception as error:  # it could not start again: a death like any other
-                        reason = f"could not be started again: {error}"
+                        reason = f"could not be started again: {str(error) or type(error).__name__}"
         except asyncio.CancelledError:
             raise
         except Exception as error:
