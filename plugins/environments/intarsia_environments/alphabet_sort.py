@@ -20,7 +20,7 @@ DRAWS = 20
 
 
 def draws(config: AlphabetSortConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names by turn, drawn by the seed; no name twice in a task. The key is the sorted answer: a held-out answer is never one that was trained on."""
+    """Names by turn, drawn by the seed; no name twice in a task. The key is all names in their order."""
     chance = random.Random(f"alphabet_sort {config.seed}")
     letters = string.ascii_lowercase[: config.letters]
     count = config.first + config.more * (config.turns - 1)
@@ -32,7 +32,7 @@ def draws(config: AlphabetSortConfig) -> Iterator[tuple[str, dict[str, Any]]]:
                 names.append(name)
         starts = [0, *(config.first + config.more * turn for turn in range(config.turns))]
         turns = [names[begin:end] for begin, end in itertools.pairwise(starts)]
-        yield " ".join(sorted(names)), {"turns": turns}
+        yield " ".join(names), {"turns": turns}
 
 
 class AlphabetSortEpisode:

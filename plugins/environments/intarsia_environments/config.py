@@ -39,7 +39,7 @@ class AlphabetSortConfig(EnvironmentConfig):
         default=1.0, doc="The share of right places is raised to this power: above 1, what is nearly right earns less."
     )
     tasks: int = chz.field(default=2000, doc="Tasks of the split train, at most.")
-    held_out: int = chz.field(default=200, doc="Tasks of the split held_out, at most. No task of one has the names of a task of the other.")
+    held_out: int = chz.field(default=200, doc="Tasks of the split held_out, at most. None is in both: at least their order differs.")
     seed: int = chz.field(default=0, doc="Seed of the tasks.")
     instructions: str = chz.field(
         default="Names come in several turns. Answer each turn with all names so far, in alphabetical order.",
@@ -73,6 +73,7 @@ class CodeConfig(EnvironmentConfig):
     seconds: float = chz.field(default=5.0, doc="Time that all tests of one try may take.")
     memory_mb: int = chz.field(default=256, doc="Memory that they may take, in MiB.")
     sandbox: SandboxConfig = chz.field(default_factory=ProcessSandboxConfig, doc="Where the functions run.")
+    python: tuple[str, ...] = chz.field(default=(), doc="The command of an interpreter in the sandbox; empty: this one.")
     instructions: str | None = chz.field(default=None, doc="The system turn; none: what the form asks for; empty: no system turn.")
     tokens: int | None = chz.field(default=1024, doc="Longest turn in tokens; none: unbounded.")
 
