@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,9 @@ from intarsia.contracts import Run
 from intarsia.errors import PluginError
 
 if TYPE_CHECKING:
+    from intarsia.contracts import Batch
+    from torch import Tensor
+
     from intarsia_rl.loader import RolloutsLoader
 
 
@@ -32,12 +37,41 @@ def attach(run: Run) -> None:
 def record_step(run: Run, step: int) -> None:
     """Write the event `rollouts`: the controller's numbers of the step, and the largest difference between the log-probabilities of trainer and generator. A collective."""
     loader, loss = loader_of(run), run.parts["loss"]
+    write_trained(run, step, loss)
     gap, tokens = gap_over_ranks(run, loss)
     stats = dict(loader.stats)
     advantages = stats.pop("advantages", [])
     if advantages:
         stats["advantage"] = {"mean": statistics.fmean(advantages), "deviation": statistics.pstdev(advantages)}
     run.record("rollouts", step=step + 1, gap=gap, gap_tokens=tokens, **stats)
+
+
+def write_trained(run: Run, step: int, loss: Any) -> None:
+    """Write the trainer's own log-probabilities of what it trained on beside the rollouts, where these are kept. A collective."""
+    mesh, loader = run.parts["mesh"], run.recipe.data.loader
+    if not getattr(loader, "keep_rollouts", False) or mesh.sizes["cp"] > 1 or not hasattr(loss, "seen"):
+        return  # ranks along cp have parts of rows, cut as their attention needs it
+    mine = [line for seen in loss.seen for line in trained_lines(*seen)] if mesh.coordinates["tp"] == 0 else []
+    lines = (
+        mine
+        if mesh.world.size == 1
+        else [line for each in mesh.world.gather_json(mine, what="log-probabilities of the step") for line in each]
+    )
+    if mesh.world.rank == 0:
+        from intarsia_rl.controller.writer import RolloutWriter
+
+        RolloutWriter(run.directory, lambda ids: "").write("trained", step + 1, lines)
+
+
+def trained_lines(batch: Batch, where_N: Tensor, log_probs_N: Tensor) -> list[dict[str, Any]]:
+    """For each segment in a micro-batch the log-probabilities of its trained tokens, in order."""
+    size = batch.tokens_BS.shape[1]
+    by_piece: dict[tuple[str, int], list[float]] = {}
+    ends = [list(itertools.accumulate(row)) for row in batch.lengths]
+    for place, value in zip(where_N.tolist(), log_probs_N.tolist(), strict=True):
+        row, at = divmod(place, size)
+        by_piece.setdefault(batch.extra["pieces"][row][bisect.bisect_right(ends[row], at)], []).append(value)
+    return [{"id": name, "segment": segment, "log_probs": values} for (name, segment), values in by_piece.items()]
 
 
 def gap_over_ranks(run: Run, loss: Any) -> tuple[float | None, int]:
@@ -65,4 +99,3 @@ def loader_of(run: Run) -> RolloutsLoader:
     if not isinstance(loader, RolloutsLoader):
         raise PluginError(f"The run's loader is a {type(loader).__name__}, not the one that `rollouts` builds.")
     return loader
-

@@ -26,9 +26,10 @@ class Weighed:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A segment's tokens and, for each, the values that belong to it as a label."""
+    """Segment `place` of a sample and, for each of its tokens, the values that belong to it as a label."""
 
     number: int
+    place: int
     segment: Segment
     weighed: Weighed
     reference: tuple[float, ...] | None
@@ -61,7 +62,7 @@ def pieces_of(samples: Sequence[Weighed]) -> list[Piece]:
             reference, audit = (
                 None if scores is None else scores[place] for scores in (sample.reference_log_probs, sample.audit_log_probs)
             )
-            found.append(Piece(len(found), segment, weighed, reference, audit, count))
+            found.append(Piece(len(found), place, segment, weighed, reference, audit, count))
             count = 0
     return found
 
@@ -119,6 +120,7 @@ def _stack(rows: Sequence[Sequence[Piece]], packing: Packing, numbers: Mapping[s
     reference = numpy.zeros((count, size), numpy.float32)
     choices = None if routes is None else numpy.full((count, size, *routes), -1, numpy.int16)
     lengths: list[tuple[int, ...]] = []
+    places: list[tuple[tuple[str, int], ...]] = []
     for row, pieces in enumerate(rows):
         at = 0
         for document, piece in enumerate(pieces):
@@ -142,6 +144,7 @@ def _stack(rows: Sequence[Sequence[Piece]], packing: Packing, numbers: Mapping[s
             at = end
         if at < size:
             positions[row, at:], documents[row, at:] = numpy.arange(size - at), len(pieces)
+        places.append(tuple((piece.weighed.sample.id, piece.place) for piece in pieces))
         lengths.append(tuple([len(piece) for piece in pieces] + ([size - at] if at < size else [])))
     extra = {**{name: torch.from_numpy(values) for name, values in beside.items()}, "versions_BS": torch.from_numpy(versions)}
     extra["audit_log_probs_BS"] = torch.from_numpy(audit)
@@ -156,5 +159,5 @@ def _stack(rows: Sequence[Sequence[Piece]], packing: Packing, numbers: Mapping[s
         documents_BS=torch.from_numpy(documents),
         lengths=tuple(lengths),
         samples=tuple(row[0].number if row else -1 for row in rows),
-        extra={**extra, **numbers, "count": sum(piece.count for pieces in rows for piece in pieces)},
+        extra={**extra, **numbers, "pieces": tuple(places), "count": sum(piece.count for pieces in rows for piece in pieces)},
     )

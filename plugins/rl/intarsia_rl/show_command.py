@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         action="store_true",
-        help="print the samples token by token: log-probability, version, and its gap where it was scored anew",
+        help="print the samples token by token: log-probability, version, and its gap to the trainer's",
     )
     parser.add_argument("--json", action="store_true", help="print JSON: the table of steps, or with any filter the samples, one a line")
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         numbers = [number for found, number, _ in files(folder) if found == kind]
         there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "there are none"
         raise UsageError(f"{folder} has no file {kind}-NUMBER.jsonl of these steps: {there}.")
-    records = (record for _, path in wanted for record in read(path))
+    records = (record for _, path in wanted for record in with_trained(path))
     if not filtered(arguments):
         rows = [summary(number, list(read(path))) for number, path in wanted]
         add_events(rows, arguments.directory, kind)
@@ -127,22 +127,30 @@ def length_of(record: Record) -> int:
     return sum(segment["trained"].count("1") for segment in record["segments"])
 
 
+def with_trained(path: Path) -> Iterator[Record]:
+    """The samples of a file; `trained_log_probs` are the trainer's, for each segment one of each trained token, None where they were not written."""
+    beside = path.with_name(path.name.replace("step-", "trained-"))
+    found = {(line["id"], line["segment"]): line["log_probs"] for line in read(beside)} if beside != path and beside.exists() else {}
+    for record in read(path):
+        yield {**record, "trained_log_probs": [found.get((record["id"], place)) for place in range(len(record["segments"]))]}
+
+
 def gap_of(record: Record) -> float | None:
-    """The largest difference between a token's log-probability as it was generated and as a generator scored it anew; None where that was not done. Weights of another version make
-    most of it."""
+    """The largest difference in log-probability, by absolute value, between trainer and generator; None where it is not known. It is theirs alone where both had the same weights (lag 0);
+    else most of it is the difference of the weights."""
     gaps = [gap for segment in range(len(record["segments"])) for gap in gaps_of(record, segment) if gap is not None]
     return max(map(abs, gaps), default=None)
 
 
 def gaps_of(record: Record, number: int) -> list[float | None]:
-    """For each token of a segment the log-probability that it has anew less the one that it was generated with; None where there is none."""
-    segment, scores = record["segments"][number], record.get("audit_log_probs")
-    if not scores or number >= len(scores):
-        return [None] * len(segment["tokens"])
-    return [
-        audit - generated if trained == "1" else None
-        for audit, generated, trained in zip(scores[number], segment["log_probs"], segment["trained"], strict=True)
-    ]
+    """For each token of a segment the trainer's log-probability less the one that it was generated with; None where there is none."""
+    segment, values = record["segments"][number], record.get("trained_log_probs") or []
+    trained = [place for place, mark in enumerate(segment["trained"]) if mark == "1"]
+    gaps: list[float | None] = [None] * len(segment["tokens"])
+    if number < len(values) and values[number] is not None and len(values[number]) == len(trained):
+        for place, value in zip(trained, values[number], strict=True):
+            gaps[place] = value - segment["log_probs"][place]
+    return gaps
 
 
 def summary(number: int, records: Sequence[Record]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""`rollouts/`: what was tried, one sample a line. `step-000003.jsonl` is what the third optimizer step trained on or left out, `held_out-000003.jsonl` the evaluation after it."""
+"""`rollouts/`: what was tried, one sample a line. `step-000003.jsonl` is what the third optimizer step trained on or left out, `held_out-000003.jsonl` the evaluation after it, and
+`trained-000003.jsonl` the trainer's own log-probabilities of the tokens that the step trained on, one segment a line."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from intarsia_rl.contracts import Sample, Segment
 from intarsia_rl.controller.state import sample_to_json
 
 FOLDER = "rollouts"
-NAME = re.compile(r"(step|held_out)-(\d{6,})\.jsonl")
+NAME = re.compile(r"(step|held_out|trained)-(\d{6,})\.jsonl")
 
 
 class RolloutWriter:
@@ -58,12 +59,12 @@ def files(folder: Path) -> list[tuple[str, int, Path]]:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The samples of a file; lines that are no JSON object (cut off by a kill or a full disk) are left out."""
+    """The samples (or segments) of a file; lines that are no JSON object (cut off by a kill or a full disk) are left out."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(record, dict) and "segments" in record:
+            if isinstance(record, dict) and "id" in record:
                 yield record
