@@ -30,14 +30,16 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
 
 
-def step_line(event: Mapping[str, Any], steps: int, remaining_s: float | None) -> str:
-    """One step event in words."""
+def step_line(event: Mapping[str, Any], steps: int, remaining_s: float | None, rollouts: Mapping[str, Any] | None = None) -> str:
+    """One step event in words; `rollouts` is the event of that name of the same step, where there is one."""
     parts = [
         f"step {event['step']}/{steps}",
         f"loss {event['loss']:.4f}",
         f"norm {event['gradient_norm']:.3g}",
         f"lr {event['learning_rate']:.3g}",
     ]
+    if rollouts is not None:
+        parts += [f"{name} {value:.3g}" for name, value in rollout_numbers(rollouts).items() if value is not None]
     parts.append(f"{short(event['tokens_per_s'])} tok/s")
     if event.get("mfu") is not None:
         parts.append(f"MFU {event['mfu']:.1%}")
@@ -46,6 +48,19 @@ def step_line(event: Mapping[str, Any], steps: int, remaining_s: float | None) -
     if remaining_s is not None:
         parts.append(f"ETA {clock(remaining_s)}")
     return "  ".join(parts)
+
+
+def rollout_numbers(event: Mapping[str, Any]) -> dict[str, float | None]:
+    """What is shown of a `rollouts` event: mean reward, largest lag, mean length, the gap between trainer and generator, the share of time that either waited."""
+    idle = event.get("idle") or {}
+    return {
+        "reward": event.get("reward"),
+        "lag": (event.get("lag") or {}).get("max"),
+        "length": (event.get("length") or {}).get("mean"),
+        "gap": event.get("gap"),
+        "idle trainer": idle.get("trainer"),
+        "idle generators": idle.get("generators"),
+    }
 
 
 class Progress:
@@ -59,6 +74,7 @@ class Progress:
         self._start: tuple[int, float] | None = None
         self._last = 0.0
         self._open = False
+        self._rollouts: Mapping[str, Any] | None = None
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Show one event."""
@@ -68,6 +84,11 @@ class Progress:
             self.line(f"run directory {event['directory']}")
         elif kind == "step":
             self._step(event)
+        elif kind == "rollouts":
+            self._rollouts = event
+        elif kind == "held_out":
+            reward = "none" if event.get("reward") is None else f"{event['reward']:.4f}"
+            self.line(f"held out after step {event['step']}  reward {reward}")
         elif kind == "evaluation":
             bits = f"  bits/byte {event['bits_per_byte']:.4f}" if event.get("bits_per_byte") is not None else ""
             self.line(f"evaluation after step {event['step']}  loss {event['loss']:.4f}{bits}")
@@ -84,7 +105,7 @@ class Progress:
             self._start = (step, now)
         first, since = self._start
         remaining = (self._steps - step) * (now - since) / (step - first) if step > first else None
-        line = step_line(event, self._steps, remaining)
+        line = step_line(event, self._steps, remaining, self._rollouts)
         if self._live:
             width = shutil.get_terminal_size().columns
             full = round(20 * step / max(1, self._steps))

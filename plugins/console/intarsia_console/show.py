@@ -20,7 +20,7 @@ from intarsia_console.timeline import lines as timeline_lines
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*%#"
-CURVES = (("step", "loss"), ("evaluation", "bits_per_byte"), ("evaluation", "loss"), ("step", "gradient_norm"), ("step", "learning_rate"), ("step", "tokens_per_s"))  # fmt: skip
+CURVES = (("rollouts", "reward"), ("held_out", "reward"), ("step", "loss"), ("evaluation", "bits_per_byte"), ("evaluation", "loss"), ("step", "gradient_norm"), ("step", "learning_rate"), ("step", "tokens_per_s"))  # fmt: skip
 
 Event = Mapping[str, Any]
 

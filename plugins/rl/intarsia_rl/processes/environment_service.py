@@ -114,17 +114,17 @@ class EnvironmentService:
     # ------------------------------------------------------------ rubrics
 
     async def score(self, task: Task, episodes: Sequence[Sequence[Turn]]) -> tuple[dict[str, list[float]], dict[str, float]]:
-        """By rubric one score for each episode, and the weights. All rubrics run at once; the first failure in their order is raised."""
+        """By rubric one score for each episode (nan for what is no finite number: that episode's failure, not the group's), and the weights. All rubrics run at once; the first failure in their order is raised."""
         group = [tuple(turns) for turns in episodes]
         calls = [guard("scorer", f"rubric {name!r}", rubric.score(task, group)) for name, rubric in self._rubrics.items()]
         values: dict[str, list[float]] = {}
         for name, scores in zip(self._rubrics, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(scores, BaseException):
                 raise scores
-            if not isinstance(scores, Sequence) or len(scores) != len(group) or not all(map(is_number, scores)):
+            if not isinstance(scores, Sequence) or len(scores) != len(group):
                 text = f"rubric {name!r} gave {scores!r} for {len(group)} episodes: it gives one finite number for each"
                 raise EnvironmentFailure("scorer", text[:2000])
-            values[name] = [float(score) for score in scores]
+            values[name] = [float(score) if is_number(score) else math.nan for score in scores]
         return values, {name: float(rubric.weight) for name, rubric in self._rubrics.items()}
 
     async def close(self) -> None:

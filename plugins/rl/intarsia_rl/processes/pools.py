@@ -456,7 +456,7 @@ class WorkerPool:
         return RemoteEpisode(self, f"episode-{self._episodes}", task, seed, self.timeout_s if timeout_s is None else timeout_s)
 
     async def score(self, task: Task, episodes: Sequence[Sequence[Turn]]) -> Scores:
-        """What every rubric gives for every episode of a group. EnvironmentFailure("scorer") where one fails or gives no finite number; a worker that dies at it is replaced by another one."""
+        """What every rubric gives for every episode of a group. EnvironmentFailure("scorer") where one fails; nan for a score that is no finite number; a worker that dies at it is replaced by another one."""
         plain = [list(episode) for episode in episodes]
         return await self.use(lambda worker: worker.score(task, plain, self.timeout_s), "scorer", f"scoring task {task.id!r}")
 
