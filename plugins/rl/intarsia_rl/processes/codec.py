@@ -160,7 +160,7 @@ class _Writer:
 def pack(value: tuple[Any, ...] | list[Any]) -> tuple[str, bytes] | None:
     """The code and the little-endian bytes of a sequence of integers (q), floats (d) or truth values (?) alone; None where it is of something else."""
     first = type(value[0])
-    if first not in CODES or any(type(item) is not first for item in value):
+    if first not in CODES or type(value[-1]) is not first or set(map(type, value)) != {first}:
         return None
     if first is bool:
         return "?", bytes(value)
@@ -176,7 +176,7 @@ def pack(value: tuple[Any, ...] | list[Any]) -> tuple[str, bytes] | None:
 def unpack(code: str, data: bytes) -> list[Any]:
     """The inverse of `pack`."""
     if code == "?":
-        return [item != 0 for item in data]
+        return list(map(bool, data))
     numbers = array.array(code)
     numbers.frombytes(data)
     if sys.byteorder == "big":
