@@ -6,14 +6,15 @@ import functools
 from typing import Any
 
 import chz
-import pytest
 from intarsia.config import Recipe
 from intarsia.plugins import current
 from intarsia_deepseek_v3.config import deepseek_v3, v3_router
 from intarsia_eager.config import WholeConfig
+from intarsia_flexshard.config import FlexShardConfig
 from intarsia_generation.engine.config import LocalConfig
 from intarsia_llama3.config import llama3
 from intarsia_models_common.config import MLAConfig, RopeConfig
+from intarsia_rl.invariant.transform import batch_invariant
 from intarsia_testing import GeneratorConformance
 
 
@@ -82,3 +83,22 @@ class TestExperts(GeneratorConformance):
 
     def recipe(self) -> Recipe:
         return experts()
+
+
+class TestInvariant(TestExperts):
+    """Batch-invariant mode: bit for bit what the trainer's pass over whole sequences gives, experts included."""
+
+    config = LocalConfig(block=4, blocks=40, max_sequences=6, max_batch_tokens=24, device="cpu")
+    tolerance = 0.0
+    invariant = True
+
+    def recipe(self) -> Recipe:
+        return batch_invariant(experts())
+
+
+class TestInvariantBfloat16(TestInvariant):
+    """The same in bfloat16, with windows."""
+
+    def recipe(self) -> Recipe:
+        recipe = dense(window=6)
+        return batch_invariant(chz.replace(recipe, precision=chz.replace(recipe.precision, compute="bfloat16"), sharder=FlexShardConfig()))

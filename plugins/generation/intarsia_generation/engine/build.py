@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,8 @@ from intarsia import ops
 from intarsia.errors import UsageError, did_you_mean
 from intarsia.layout import DTYPE_BYTES
 from intarsia_rl.contracts import GeneratorContext, GeneratorFacts
+from intarsia_rl.invariant.check import kernel_problems
+from intarsia_rl.invariant.transform import batch_invariant
 from intarsia_rl.weights.build import build_model, fill_initial
 from intarsia_rl.weights.fill import fill, filled_version
 from torch import nn
@@ -33,8 +36,7 @@ def build(config: LocalConfig, context: GeneratorContext) -> LocalGenerator:
     if dtype not in DTYPE_BYTES or not getattr(torch, dtype).is_floating_point:
         floating = [name for name in DTYPE_BYTES if getattr(torch, name).is_floating_point]
         raise UsageError(f"generator.dtype is {dtype!r}. {did_you_mean(dtype, floating)}")
-    kernels = {**recipe.kernels, **config.kernels}
-    selection = ops.select(kernels, plugins, devices.capabilities(), dtype, invariant=context.invariant)
+    selection = kernels_of(config, context, device, dtype)
     model = build_model(recipe, plugins, device, getattr(torch, dtype))
     if context.invariant:
         make_plain(model)
@@ -54,6 +56,19 @@ def build(config: LocalConfig, context: GeneratorContext) -> LocalGenerator:
     capabilities = ["forced", *(["routes"] if has_routers(model) else []), *(["invariant"] if context.invariant else [])]
     facts = GeneratorFacts("local", recipe.model.vocab_size, sizes.max_tokens, sizes.max_sequences, tuple(capabilities))
     return LocalGenerator(engine, facts, functools.partial(plugins.build, recipe.data.tokenizer))
+
+
+def kernels_of(config: LocalConfig, context: GeneratorContext, device: torch.device, dtype: str) -> ops.Selection:
+    """The kernels: those of the recipe and the settings; in the batch-invariant mode of its table, and UsageError for any other."""
+    recipe, plugins = context.recipe, context.plugins
+    if not context.invariant:
+        return ops.select({**recipe.kernels, **config.kernels}, plugins, devices.capabilities(), dtype)
+    kernels = {**batch_invariant(recipe).kernels, **config.kernels}
+    selection = ops.select(kernels, plugins, devices.capabilities(), dtype, invariant=True)
+    chosen = {op: choice.kernel for op, choice in selection.choices.items()}
+    if found := kernel_problems(chosen, device.type, dtype, os.environ):
+        raise UsageError(f"The generator cannot be batch-invariant: {' '.join(found)}")
+    return selection
 
 
 def make_plain(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,18 +138,21 @@ class Engine:
         start = time.perf_counter()
         try:
             with _KERNELS, torch.no_grad(), ops.installed(self.choices):
-                self._decide(chunks)
+                rows, tokens, log_probs = self._decisions(chunks)
         except Exception as error:
             # A step that fails would fail again. What blocks are said to hold may not be in them.
             for chunk in chunks:
                 chunk.job.computed = min(chunk.job.computed, chunk.start)
                 self.end(chunk.job, error if isinstance(error, IntarsiaError) else RuntimeError(f"A step of the generator failed: {error}"))
             self._start_over()
-        finally:
-            self.busy_s += time.perf_counter() - start
+        else:
+            # Whoever is told something now finds the process's own kernels in force.
+            self._take(rows, tokens, log_probs)
+        self.busy_s += time.perf_counter() - start
         return True
 
-    def _decide(self, chunks: list[Chunk]) -> None:
+    def _decisions(self, chunks: list[Chunk]) -> tuple[list[Row], list[int], list[float]]:
+        """Run the model; what was decided, with tokens and log-probabilities."""
         rows: list[Row] = []
         hidden: list[Tensor] = []
         for is_decode in (True, False):
@@ -160,18 +163,8 @@ class Engine:
                 rows += some
                 hidden.append(hidden_ND)
         if not rows:
-            return
-        version = self.version
-        assert version is not None, "there are no weights"
-        tokens, log_probs = decide(self.model, torch.cat(hidden) if len(hidden) > 1 else hidden[0], rows)
-        unsound: list[Job] = []
-        for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
-            if not math.isfinite(log_prob):
-                unsound.append(row.job)
-            elif row.job not in unsound:
-                row.job.take(token, log_prob, version)
-                self.generated_tokens += row.token is None
-        self._finish({id(row.job): row.job for row in rows}.values(), unsound)
+            return [], [], []
+        return rows, *decide(self.model, torch.cat(hidden) if len(hidden) > 1 else hidden[0], rows)
 
     def _computed(self, chunks: Sequence[Chunk]) -> tuple[list[Row], Tensor]:
         """Run the model on chunks of one kind; rows that decide something, and their hidden states [rows, D]."""
@@ -185,24 +178,28 @@ class Engine:
             return rows, hidden_ND
         return rows, hidden_ND[torch.tensor([row.place for row in rows], dtype=torch.int64).to(self.device)]
 
-    def _finish(self, jobs: Iterable[Job], unsound: list[Job]) -> None:
-        for job in jobs:
-            if job in unsound:
-                continue
+    def _take(self, rows: Sequence[Row], tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Give each request its tokens; those that have all end."""
+        version = self.version
+        assert version is not None, "there are no weights"
+        unsound: dict[int, Job] = {}
+        for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
+            if not math.isfinite(log_prob):
+                unsound[id(row.job)] = row.job
+            elif id(row.job) not in unsound:
+                row.job.take(token, log_prob, version)
+                self.generated_tokens += row.token is None
+        for job in {id(row.job): row.job for row in rows if id(row.job) not in unsound}.values():
             job.tell()
             if job.finish is not None:
                 result = job.result(job.finish, self._routes(job))
                 self.cached_tokens += result.cached_tokens
                 self.scheduler.remove(job)
                 job.on_end(result)
+        for job in unsound.values():
+            text = f"The model gives logits that are not finite for request {job.request.id!r} under weights of version {version}: they are not sound."
+            self.end(job, NumericsError(text))
         if unsound:
-            for job in unsound:
-                self.end(
-                    job,
-                    NumericsError(
-                        f"The model gives logits that are not finite for request {job.request.id!r} under weights of version {self.version}: they are not sound."
-                    ),
-                )
             self._start_over()
 
     def _start_over(self) -> None:
