@@ -91,7 +91,7 @@ def main() -> int:
     say("2. Resumed from that checkpoint, to the end")
     subprocess.run(command("train", "--resume", str(run)), check=True)
     say("3. What it wrote")
-    subprocess.run(command("rl", "show", str(run), "--last", "3"), check=True)
+    subprocess.run(command("rl", "show", str(run), "--held-out", "--limit", "3"), check=True)
 
     facts = proof(run, code)
     facts["seconds_s"] = round(time.monotonic() - start, 1)
