@@ -14,8 +14,9 @@ def batch_invariant(recipe: Recipe) -> Recipe:
     device = device_of(recipe)
     kernels = table.kernels(device)
     for op, kernel in recipe.kernels.items():
-        known = {row.kernel for row in table.rows_of(op, device)}
-        kernels |= {op: full for full in known if kernel in (full, full.rpartition(":")[2], full.rpartition("/")[2])}
+        for row in table.rows_of(op, device):
+            if kernel in (row.kernel, row.kernel.rpartition(":")[2], row.kernel.rpartition("/")[2]):
+                kernels[op] = row.kernel
     recipe = chz.replace(recipe, kernels=kernels)
     if isinstance(recipe.data.loader, RolloutsConfig):
         loader = chz.replace(recipe.data.loader, invariant=True)
