@@ -32,14 +32,8 @@ def clock(seconds: float) -> str:
 
 def step_line(event: Mapping[str, Any], steps: int, remaining_s: float | None, rollouts: Mapping[str, Any] | None = None) -> str:
     """One step event in words; `rollouts` is the event of that name of the same step, where there is one."""
-    parts = [
-        f"step {event['step']}/{steps}",
-        f"loss {event['loss']:.4f}",
-        f"norm {event['gradient_norm']:.3g}",
-        f"lr {event['learning_rate']:.3g}",
-    ]
-    if rollouts is not None:
-        parts += [f"{name} {value:.3g}" for name, value in rollout_numbers(rollouts).items() if value is not None]
+    parts = [f"step {event['step']}/{steps}", *([] if rollouts is None else rollout_words(rollouts))]
+    parts += [f"loss {event['loss']:.4f}", f"norm {event['gradient_norm']:.3g}", f"lr {event['learning_rate']:.3g}"]
     parts.append(f"{short(event['tokens_per_s'])} tok/s")
     if event.get("mfu") is not None:
         parts.append(f"MFU {event['mfu']:.1%}")
@@ -50,17 +44,13 @@ def step_line(event: Mapping[str, Any], steps: int, remaining_s: float | None, r
     return "  ".join(parts)
 
 
-def rollout_numbers(event: Mapping[str, Any]) -> dict[str, float | None]:
-    """What is shown of a `rollouts` event: mean reward, largest lag, mean length, the gap between trainer and generator, the share of time that either waited."""
+def rollout_words(event: Mapping[str, Any]) -> list[str]:
+    """What is shown of a `rollouts` event: mean reward, largest lag, the gap between trainer and generator, and the share of time that trainer and generators waited."""
     idle = event.get("idle") or {}
-    return {
-        "reward": event.get("reward"),
-        "lag": (event.get("lag") or {}).get("max"),
-        "length": (event.get("length") or {}).get("mean"),
-        "gap": event.get("gap"),
-        "idle trainer": idle.get("trainer"),
-        "idle generators": idle.get("generators"),
-    }
+    numbers = {"reward": event.get("reward"), "lag": (event.get("lag") or {}).get("max"), "gap": event.get("gap")}
+    words = [f"{name} {value:.2g}" for name, value in numbers.items() if value is not None]
+    shares = [idle.get(side) for side in ("trainer", "generators")]
+    return words + ([f"idle {shares[0]:.0%}/{shares[1]:.0%}"] if None not in shares else [])
 
 
 class Progress:
