@@ -12,6 +12,7 @@ from typing import Any
 from intarsia.errors import UsageError
 from intarsia_rl.contracts import Finish, Request, WeightVersion
 
+from intarsia_vllm.admission import Live
 from intarsia_vllm.config import VllmConfig
 from intarsia_vllm.folder import FORMAT
 
@@ -99,35 +100,34 @@ def end_process(reason: str) -> None:
     os._exit(70)
 
 
-def chosen(request: Request) -> Any:
-    """Sampling parameters for a completion."""
-    from intarsia_vllm.sampling import extra_of
-
-    sampling = request.sampling
-    return _parameters(request, extra_of(sampling), max_tokens=sampling.max_tokens, stop_token_ids=list(sampling.stop_ids))
-
-
-def scored(request: Request) -> Any:
-    """Sampling parameters for the scoring of forced tokens, which are the end of the prompt."""
-    return _parameters(request, {}, max_tokens=1, prompt_logprobs=0)
-
-
-def _parameters(request: Request, extra: dict[str, Any], **settings: Any) -> Any:
+def parameters(request: Request) -> Any:
+    """Sampling parameters. Forced tokens are the end of vLLM's prompt; where they are all that is wanted, vLLM chooses one more, which nobody takes."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    from intarsia_vllm.sampling import extra_of
+
+    extra = extra_of(request)
     if request.routes:
-        extra = {**extra, "routes": True}
+        extra["routes"] = True
     return SamplingParams(
         n=1,
-        temperature=0.0,
+        max_tokens=max(1, request.sampling.max_tokens - len(request.forced)),
+        temperature=0.0,  # the one token that our logits processor leaves possible
+        stop_token_ids=list(request.sampling.stop_ids),
         logprobs=0,
+        prompt_logprobs=0 if request.forced else None,
         detokenize=False,
         ignore_eos=True,
         output_kind=RequestOutputKind.DELTA,
-        extra_args=extra or None,
-        **settings,
+        extra_args=extra,
     )
+
+
+def forced_log_probs(request: Request, scores: Any) -> list[float]:
+    """Of forced tokens, from those of vLLM's prompt."""
+    first = len(request.tokens)
+    return [scores[first + place][token].logprob for place, token in enumerate(request.forced)]
 
 
 def plain_update(weights: WeightVersion) -> dict[str, Any]:
@@ -136,8 +136,10 @@ def plain_update(weights: WeightVersion) -> dict[str, Any]:
     return {"weights": {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}}
 
 
-def finish_of(piece: Any) -> Finish:
-    """Why vLLM ended a completion. It knows only stop ids here, and no texts."""
+def finish_of(piece: Any, live: Live) -> Finish:
+    """Why vLLM ended a completion. It knows only stop ids here, and no texts; forced tokens end nothing but by their number."""
+    if len(live.tokens) == live.request.sampling.max_tokens and len(live.request.forced) == len(live.tokens):
+        return "length"
     reasons: dict[str, Finish] = {"stop": "eos", "length": "length", "abort": "abort"}
     return reasons.get(piece.finish_reason, "abort")
 

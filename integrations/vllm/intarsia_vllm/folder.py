@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import chz
-from intarsia.config import Recipe, shapes
-from intarsia.config.resolve import SCHEMA, load_saved
-from intarsia.config.tree import ROOT, Schema
+from intarsia.config import Recipe, flatten, rebuild
 from intarsia.errors import UsageError
 from intarsia.plugins import Plugins
 
 FORMAT = "intarsia"
 """The model type, the config format and the load format by which vLLM finds what `register` registers."""
+
+RECIPE = "intarsia.json"
+"""The file of the recipe's values, beside `config.json`."""
 
 FLOATING = ("float32", "bfloat16", "float16")
 
@@ -37,10 +37,7 @@ def write(folder: str | Path, recipe: Recipe, plugins: Plugins, **facts: Any) ->
     home = Path(folder)
     home.mkdir(parents=True, exist_ok=True)
     (home / "config.json").write_text(json.dumps(facts_of(recipe, plugins, **facts), indent=1) + "\n")
-    # Component overrides are in the recipe already; to apply them again could undo what stands above them.
-    tree = Schema(plugins).grow(chz.replace(recipe, overrides=()), ROOT, "", "")
-    values = {path: shapes.encode(branch.value) for path, branch in tree.flat()}
-    (home / "recipe.json").write_text(json.dumps({"schema": SCHEMA, "recipe": recipe.name, "values": values}, indent=1) + "\n")
+    (home / RECIPE).write_text(json.dumps(flatten(recipe, plugins), indent=1) + "\n")
     return home
 
 
@@ -79,7 +76,7 @@ def facts_of(
         # One more than is ever asked for: a request that only scores tokens has to let the engine choose one behind them.
         "max_position_embeddings": (max_tokens or positions) + 1,
         "dtype": dtype_of(recipe, dtype),
-        "intarsia": {"recipe": "recipe.json", "invariant": invariant, "initial": initial},
+        "intarsia": {"invariant": invariant, "initial": initial},
     }
 
 
@@ -96,9 +93,7 @@ def read(folder: str | Path, plugins: Plugins) -> tuple[Recipe, Mapping[str, Any
     home = Path(folder)
     try:
         facts = json.loads((home / "config.json").read_text())["intarsia"]
-        recipe = str(facts["recipe"])
+        values = json.loads((home / RECIPE).read_text())
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{home} is no folder that intarsia_vllm.folder.write made: its config.json has no section `intarsia` ({error})."
-        ) from error
-    return load_saved(home / recipe, plugins=plugins).recipe, facts
+        raise UsageError(f"{home} is no folder that intarsia_vllm.folder.write made ({type(error).__name__}: {error}).") from error
+    return rebuild(values, plugins), facts

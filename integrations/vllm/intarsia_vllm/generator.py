@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
+import functools
 import math
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import intarsia.errors
@@ -20,25 +18,19 @@ from intarsia import ops
 from intarsia.contracts import Tokenizer
 from intarsia.errors import IntarsiaError, NumericsError, PluginError, UsageError
 from intarsia.plugins import child_environment
+from intarsia_generation.engine.generator import wrong_in
+from intarsia_generation.engine.routes import has_routers
 from intarsia_generation.text import IncrementalText
-from intarsia_rl.contracts import (
-    Finish,
-    Generated,
-    GeneratorContext,
-    GeneratorFacts,
-    GeneratorStats,
-    ProcessDied,
-    Request,
-    Routes,
-    WeightVersion,
-)
+from intarsia_rl.contracts import Generated, GeneratorContext, GeneratorFacts, GeneratorStats, ProcessDied, Request, Routes, WeightVersion
 
 from intarsia_vllm import engine as engines
 from intarsia_vllm import folder
+from intarsia_vllm.admission import Admission, Live, OnTokens
 from intarsia_vllm.config import VllmConfig
 from intarsia_vllm.context import specs_of
 
-OnTokens = Callable[[Sequence[int]], None]
+PAUSE, DRAIN, NO_WEIGHTS = "pause", "drain", "no weights"
+"""Why no request is begun."""
 
 
 def build(config: VllmConfig, context: GeneratorContext) -> VllmGenerator:
@@ -53,7 +45,6 @@ def build(config: VllmConfig, context: GeneratorContext) -> VllmGenerator:
     with torch.device("meta"):
         model: Any = plugins.build(recipe.model)
     specs_of(model)
-    mixture = any(hasattr(module, "route_number") for module in model.modules())
     limit = config.max_tokens or recipe.model.max_positions
     home = tempfile.mkdtemp(prefix="intarsia-vllm-")
     try:
@@ -63,140 +54,91 @@ def build(config: VllmConfig, context: GeneratorContext) -> VllmGenerator:
     except BaseException:
         shutil.rmtree(home, ignore_errors=True)
         raise
-    capabilities = ("forced", *(("routes",) if mixture else ()), *(("invariant",) if context.invariant else ()))
+    capabilities = ("forced", *(("routes",) if has_routers(model) else ()), *(("invariant",) if context.invariant else ()))
     facts = GeneratorFacts("vllm", recipe.model.vocab_size, limit, config.max_sequences, capabilities)
-    return VllmGenerator(engine, facts, plugins.build(recipe.data.tokenizer), home, 0 if context.initial else -1)
-
-
-@dataclasses.dataclass(eq=False)
-class _Live:
-    """A request that is being served."""
-
-    request: Request
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    log_probs: list[float] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)
-    cached: int = 0
-    began: float = dataclasses.field(default_factory=time.perf_counter)
-    first: float = 0.0
-    finish: Finish | None = None
+    return VllmGenerator(engine, facts, functools.partial(plugins.build, recipe.data.tokenizer), home, 0 if context.initial else -1)
 
 
 class VllmGenerator:
     """See `Generator`. Made by `build`.
 
     Tokens are chosen as the embedded generator chooses them (`sampling`). Log-probabilities are vLLM's `raw_logprobs`: log_softmax in float32 of
-    the logits as the model gave them. `on_gone` is called when the engine has died.
+    the logits as the model gave them. Without weights requests wait. `on_gone` is called when the engine has died.
     """
 
     on_gone: Callable[[str], None] = staticmethod(engines.end_process)
 
-    def __init__(self, engine: Any, facts: GeneratorFacts, tokenizer: Tokenizer | None, home: str, version: int) -> None:
-        self.engine, self.facts, self.tokenizer = engine, facts, tokenizer
-        self._home = home
-        self._version = version
-        self._paused = False
-        self._closed = False
-        self._changing = asyncio.Lock()
-        self._attached: dict[str, Any] | None = None
-        self._live: dict[str, _Live] = {}
+    def __init__(self, engine: Any, facts: GeneratorFacts, make_tokenizer: Callable[[], Tokenizer], home: str, version: int) -> None:
+        self.engine, self.facts = engine, facts
+        self._make_tokenizer, self._home, self._version = make_tokenizer, home, version
+        self._requests = Admission(facts.max_sequences)
+        if version < 0:
+            self._requests.hold(NO_WEIGHTS)
+        self._paused = self._closed = False
+        self._updates, self._changes = asyncio.Lock(), asyncio.Lock()
+        self._cache: dict[str, int] | None = None
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
-        self._busy_s, self._busy_since = 0.0, 0.0
 
     # ------------------------------------------------------------ requests
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Generated:
-        """See Generator."""
+        """See Generator. A stop text is found here, for the engine knows no texts: what it has computed beyond is left out."""
         self._check(request)
-        await self._attach()
-        live = _Live(request)
-        with self._counted(live):
-            try:
-                await (self._score(live) if request.forced else self._write(live, on_tokens))
-                routes = await self._routes(live) if request.routes else None
-            except asyncio.CancelledError:
-                if request.routes:
-                    await asyncio.shield(self._call("intarsia_routes", request.id))
-                raise
-            except IntarsiaError:
-                raise
-            except Exception as error:
-                raise self._explained(error) from error
+        text = IncrementalText(self._make_tokenizer(), request.sampling.stop) if request.sampling.stop else None
+        live, routes = Live(request, on_tokens), None
+        async with self._requests.place(live):
+            if self._requests.is_running(live):
+                try:
+                    await self._attach()
+                    await self._run(live, text)
+                    if request.routes:
+                        routes = await self._routes(live)
+                except asyncio.CancelledError:
+                    if request.routes and not self._closed:
+                        await asyncio.shield(self._call("intarsia_routes", request.id))
+                    raise
+                except Exception as error:
+                    if not self._closed:
+                        raise self._explained(error) from error
+        self._prompt_tokens += len(request.tokens)
+        self._cached_tokens += live.cached
+        self._generated_tokens += max(0, len(live.tokens) - len(request.forced))
         if not all(map(math.isfinite, live.log_probs)):
             raise NumericsError(
-                f"The model gives logits that are not finite for request {request.id!r} under weights of version {self._version}: they are not sound."
+                f"The model gives logits that are not finite for request {request.id!r} under weights of version {live.versions[-1]}: they are not sound."
             )
-        finish: Finish = live.finish or "abort"
-        now = time.perf_counter()
-        return Generated(
-            request=request.id,
-            tokens=tuple(live.tokens),
-            log_probs=tuple(live.log_probs),
-            versions=tuple(live.versions),
-            finish=finish,
-            routes=routes,
-            cached_tokens=live.cached,
-            first_token_s=live.first,
-            seconds_s=now - live.began,
-        )
+        return live.result(routes)
 
-    async def _write(self, live: _Live, on_tokens: OnTokens | None) -> None:
-        """Choose tokens. A stop text is found here, for the engine knows no texts: what it has computed beyond is left out."""
-        request, stopped = live.request, False
-        text = None
-        if request.sampling.stop:
-            assert self.tokenizer is not None
-            text = IncrementalText(self.tokenizer, request.sampling.stop)
+    async def _run(self, live: Live, text: IncrementalText | None) -> None:
+        """Forced tokens are given to vLLM as the end of the prompt, of whose tokens it gives log-probabilities as well."""
+        request = live.request
         spans: list[Any] = []
-        async for output in self._outputs(request, request.tokens, engines.chosen(request)):
+        stopped = False
+        if live.finish == "abort":
+            return
+        prompt = {"prompt_token_ids": [*request.tokens, *request.forced]}
+        async for output in self.engine.generate(prompt, engines.parameters(request), request.id, priority=request.priority):
             piece = output.outputs[0]
             live.cached = output.num_cached_tokens or live.cached
             spans = piece.weight_versions or spans
-            fresh: list[int] = []
-            for place, token in enumerate(piece.token_ids):
-                if stopped:
+            if request.forced and not live.tokens and piece.token_ids:
+                live.take(request.forced, engines.forced_log_probs(request, output.prompt_logprobs))
+            new: list[int] = []
+            for token in piece.token_ids:
+                if stopped or len(live.tokens) + len(new) == request.sampling.max_tokens:
                     break
-                live.first = live.first or time.perf_counter() - live.began
-                live.tokens.append(token)
-                live.log_probs.append(piece.logprobs[place][token].logprob)
-                fresh.append(token)
-                stopped = text is not None and self._stops(text, live)
-            if on_tokens is not None and fresh:
-                on_tokens(fresh)
-            if stopped and piece.finish_reason is None:
-                await self.engine.abort(request.id)
+                new.append(token)
+                stopped = text is not None and _stops(text, token, len(live.tokens) + len(new) == request.sampling.max_tokens)
+            live.take(new, [piece.logprobs[place][token].logprob for place, token in enumerate(new)])
             if piece.finish_reason is not None:
-                live.finish = "stop" if stopped else engines.finish_of(piece)
-        live.versions = engines.versions_of(spans, len(live.tokens))
+                live.finish = "stop" if stopped else engines.finish_of(piece, live)
+            elif stopped or live.finish == "abort":
+                await self.engine.abort(request.id)
+        forced = min(len(request.forced), len(live.tokens))
+        versions = engines.versions_of(spans, max(1, len(live.tokens) - forced))
+        live.versions = [*[versions[0]] * forced, *versions][: len(live.tokens)]
 
-    def _stops(self, text: IncrementalText, live: _Live) -> bool:
-        text.add(live.tokens[-1])
-        if text.stopped_by is None and len(live.tokens) == live.request.sampling.max_tokens:
-            text.finish()
-        return text.stopped_by is not None
-
-    async def _score(self, live: _Live) -> None:
-        """Take the forced tokens as a prompt's: vLLM gives the log-probabilities of a prompt's tokens, and one chosen token that nobody wants."""
-        request = live.request
-        scores: list[Any] = []
-        spans: list[Any] = []
-        done = False
-        async for output in self._outputs(request, (*request.tokens, *request.forced), engines.scored(request)):
-            scores = output.prompt_logprobs or scores
-            spans = output.outputs[0].weight_versions or spans
-            done = done or output.outputs[0].finish_reason == "length"
-        if done:
-            first = len(request.tokens)
-            live.tokens = list(request.forced)
-            live.log_probs = [scores[first + place][token].logprob for place, token in enumerate(request.forced)]
-            live.versions = engines.versions_of(spans, 1) * len(request.forced)
-            live.first = time.perf_counter() - live.began
-            live.finish = "length"
-
-    def _outputs(self, request: Request, tokens: Sequence[int], parameters: Any) -> Any:
-        return self.engine.generate({"prompt_token_ids": list(tokens)}, parameters, request.id, priority=request.priority)
-
-    async def _routes(self, live: _Live) -> Routes | None:
+    async def _routes(self, live: Live) -> Routes | None:
         """Of prompt and generated tokens but the last."""
         found = await self._call("intarsia_routes", live.request.id)
         rows = len(live.request.tokens) + len(live.tokens) - 1
@@ -210,53 +152,60 @@ class VllmGenerator:
     def _check(self, request: Request) -> None:
         """UsageError for what can never be served."""
         if self._closed:
-            raise UsageError("The generator is closed.")
-        if self._version < 0:
-            raise UsageError("The generator has no weights: give it some by `update`, or build it with `initial`.")
-        new = len(request.forced) or request.sampling.max_tokens
+            raise UsageError(f"Request {request.id!r}: the generator is closed.")
+        facts, sampling = self.facts, request.sampling
         wrong = {
             "the prompt has no token": not request.tokens,
-            f"{len(request.tokens)} tokens of prompt and {new} further ones exceed generator.max_tokens = {self.facts.max_tokens}": (
-                len(request.tokens) + new > self.facts.max_tokens
+            f"{len(request.tokens)} tokens of prompt and {sampling.max_tokens} of completion exceed generator.max_tokens = {facts.max_tokens}": (
+                len(request.tokens) + sampling.max_tokens > facts.max_tokens
             ),
-            f"max_tokens is {new}; it must be at least 1": new < 1,
-            f"there are {len(request.forced)} forced tokens and max_tokens is {request.sampling.max_tokens}, which must be their number": (
-                bool(request.forced) and request.sampling.max_tokens != len(request.forced)
+            f"it forces {len(request.forced)} tokens, and sampling.max_tokens is {sampling.max_tokens}": (
+                len(request.forced) > sampling.max_tokens
             ),
-            "it has images, and this model takes none": bool(request.images),
-            "it asks for routes, and this model is no mixture of experts": request.routes and "routes" not in self.facts.capabilities,
-            "it has stop texts, and there is no tokenizer": bool(request.sampling.stop) and self.tokenizer is None,
-            "a request of this id is being served": request.id in self._live,
+            "it has images, and the generator serves text alone": bool(request.images),
+            "it asks for the experts that routers choose, and this model has none": request.routes and "routes" not in facts.capabilities,
+            "another request of this id has not ended yet": request.id in self._requests.all,
         }
-        bad = [token for token in (*request.tokens, *request.forced) if not 0 <= token < self.facts.vocab_size]
-        wrong[f"token {bad[:1]} is not in the vocabulary of {self.facts.vocab_size}"] = bool(bad)
-        if found := [text for text, is_wrong in wrong.items() if is_wrong]:
+        bad = [token for token in (*request.tokens, *request.forced) if not 0 <= token < facts.vocab_size]
+        wrong[f"token {bad[:1]} is not in the model's vocabulary of {facts.vocab_size}"] = bool(bad)
+        if found := [*(text for text, is_wrong in wrong.items() if is_wrong), *wrong_in(request)]:
             raise UsageError(f"Request {request.id!r} cannot be served: {'; '.join(found)}.")
 
     async def abort(self, requests: Sequence[str] | None = None) -> None:
         """See Generator."""
-        chosen = [name for name in (self._live if requests is None else requests) if name in self._live]
-        if chosen:
-            await self.engine.abort(chosen)
+        chosen = [live for live in self._requests if requests is None or live.request.id in requests]
+        begun = [live.request.id for live in chosen if self._requests.is_running(live)]
+        for live in chosen:
+            live.finish = "abort"  # it may be on its way to vLLM, which does not know it yet
+            live.admitted.set()
+        if begun:
+            await self.engine.abort(begun)
 
     # ------------------------------------------------------------ pause and weights
 
     async def pause(self, keep: bool = True) -> None:
         """See Generator."""
-        async with self._changing:
-            await self._stop("keep" if keep else "wait")
+        self._requests.hold(PAUSE)
+        if not keep:
+            await self._requests.until(lambda: not self._requests.running)
+        async with self._changes:
             self._paused = True
+            await self._stop()
 
     async def resume(self) -> None:
         """See Generator."""
-        async with self._changing:
+        async with self._changes:
             self._paused = False
-            if self._version >= 0:
-                await self.engine.resume_generation()
+            await self._go_on()
+        self._requests.release(PAUSE)
+        self._requests.moved()
 
     async def update(self, weights: WeightVersion, in_flight: Literal["continue", "drain"] = "continue") -> None:
-        """See Generator. All requests stand still while it lasts; those that go on are computed anew from their first token under the new weights."""
-        async with self._changing:
+        """See Generator. All requests stand still while it lasts; those that go on are computed anew from their first token under the new weights. `drain` while paused waits for `resume`.
+        A failed update leaves no weights in force: requests wait for the next one."""
+        if in_flight not in ("continue", "drain"):
+            raise UsageError(f"in_flight is {in_flight!r}; it must be continue or drain.")
+        async with self._updates:
             if weights.version == self._version:
                 return
             if weights.version < self._version:
@@ -265,85 +214,84 @@ class VllmGenerator:
                     "generator for older ones."
                 )
             await self._attach()
-            if not self._paused or in_flight == "drain":
-                await self._stop("wait" if in_flight == "drain" and not self._paused else "keep")
-            await self._take(weights)
-            if not self._paused:
-                await self.engine.resume_generation()
+            if in_flight == "drain" and self._version >= 0:
+                self._requests.hold(DRAIN)
+            try:
+                if in_flight == "drain" and self._version >= 0:
+                    await self._requests.until(lambda: not self._requests.running and not self._paused)
+                async with self._changes:
+                    await self._stop()
+                    await self._take(weights)
+                    if not self._paused:
+                        await self._go_on()
+            finally:
+                self._requests.release(DRAIN)
+            self._requests.release(NO_WEIGHTS)
 
     async def _take(self, weights: WeightVersion) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        self._requests.hold(NO_WEIGHTS)
         before, self._version = self._version, -1
         try:
             await self.engine.start_weight_update()
             await self.engine.update_weights(WeightTransferUpdateRequest(update_info=engines.plain_update(weights)))
             state = await self._call("intarsia_state")
-            if state["failure"] is None:
-                await self.engine.finish_weight_update(str(weights.version))
-            else:
-                await self.engine.finish_weight_update()
+            await self.engine.finish_weight_update(None if state["failure"] else str(weights.version))
             await self.engine.reset_prefix_cache(reset_running_requests=True)
         except Exception as error:
             raise self._explained(error) from error
         if state["failure"] is not None:
             name, message = state["failure"]
             kind = getattr(intarsia.errors, name, PluginError)
-            raise kind(f"{message} The vLLM generator had version {before} and serves nothing until an update succeeds.")
+            raise kind(f"{message} The vLLM generator had version {before}; it serves nothing until an update succeeds.")
         self._version = weights.version
 
-    async def _stop(self, mode: str) -> None:
-        await self.engine.pause_generation(mode=mode, clear_cache=False)
+    async def _stop(self) -> None:
+        """Between two steps of the engine. Nothing that it keeps is lost."""
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def _go_on(self) -> None:
+        if self._version >= 0:
+            await self.engine.resume_generation()
 
     # ------------------------------------------------------------ how it is
 
     async def stats(self) -> GeneratorStats:
         """See Generator. `cache_used` counts blocks that several requests share for each of them, and at most 1."""
-        if self.engine.errored and not self._closed:
+        if not self._closed and self.engine.errored:
             self.on_gone("it ended")
-        started = sum(bool(live.first) for live in self._live.values())
         used = 0.0
-        if self._attached is not None:
-            block = self._attached["block"]
-            tokens = (len(live.request.tokens) + len(live.request.forced) + len(live.tokens) for live in self._live.values())
-            used = sum(-(-count // block) for count in tokens) / self._attached["blocks"]
+        if self._cache is not None:
+            size = self._cache["block"]
+            running = (live for live in self._requests if self._requests.is_running(live))
+            tokens = (len(live.request.tokens) + max(len(live.request.forced), len(live.tokens)) for live in running)
+            used = sum(-(-count // size) for count in tokens) / self._cache["blocks"]
         return GeneratorStats(
             version=self._version,
-            running=started,
-            waiting=len(self._live) - started,
+            running=len(self._requests.running),
+            waiting=self._requests.waiting,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             cache_used=min(1.0, used),
-            busy_s=self._busy_s + (time.perf_counter() - self._busy_since if self._live else 0.0),
+            busy_s=self._requests.busy(),
             paused=self._paused,
         )
 
     async def close(self) -> None:
         """See Generator."""
-        if not self._closed:
-            self._closed = True
-            await asyncio.to_thread(self.engine.shutdown)
-            shutil.rmtree(self._home, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def _counted(self, live: _Live) -> Iterator[None]:
-        if not self._live:
-            self._busy_since = time.perf_counter()
-        self._live[live.request.id] = live
-        try:
-            yield
-        finally:
-            del self._live[live.request.id]
-            self._prompt_tokens += len(live.request.tokens)
-            self._cached_tokens += live.cached
-            self._generated_tokens += 0 if live.request.forced else len(live.tokens)
-            if not self._live:
-                self._busy_s += time.perf_counter() - self._busy_since
+        if self._closed:
+            return
+        await self.abort()
+        self._closed = True
+        engine, self.engine = self.engine, None
+        await asyncio.to_thread(engine.shutdown, 1.0)
+        shutil.rmtree(self._home, ignore_errors=True)
 
     async def _attach(self) -> None:
-        if self._attached is None:
-            self._attached = await self._call("intarsia_attach")
+        if self._cache is None:
+            self._cache = await self._call("intarsia_attach")
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
@@ -355,7 +303,15 @@ class VllmGenerator:
         """What vLLM raises, in our terms: an engine that is gone is a process that died."""
         if isinstance(error, (IntarsiaError, ProcessDied)):
             return error
-        if self.engine.errored:
+        if self.engine is not None and self.engine.errored:
             self.on_gone(f"{type(error).__name__}: {error}")
             return ProcessDied("the vLLM engine", f"{type(error).__name__}: {error}")
         return PluginError(f"vLLM: {type(error).__name__}: {error}")
+
+
+def _stops(text: IncrementalText, token: int, is_last: bool) -> bool:
+    """Whether a stop text is complete with this token."""
+    text.add(token)
+    if text.stopped_by is None and is_last:
+        text.finish()
+    return text.stopped_by is not None

@@ -29,7 +29,8 @@ class FolderParser(ConfigParserBase):
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
         """What `config.json` says, as it is and as a config object."""
         facts = json.loads((Path(model) / "config.json").read_text())
-        return facts, IntarsiaConfig(name_or_path=str(model), **facts)
+        found: Any = IntarsiaConfig
+        return facts, found(name_or_path=str(model), **facts)
 
 
 class InitialLoader(BaseModelLoader):

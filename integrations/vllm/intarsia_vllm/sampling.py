@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from intarsia_generation.engine.request import stream_of
 from intarsia_generation.sampling import draw, probabilities
-from intarsia_rl.contracts import Sampling
+from intarsia_rl.contracts import Request, Sampling
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -24,9 +24,9 @@ KEY = "intarsia_sampling"
 FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
-def extra_of(sampling: Sampling) -> dict[str, Any]:
-    """What a request carries to the processor."""
-    return {KEY: {name: getattr(sampling, name) for name in FIELDS}}
+def extra_of(request: Request) -> dict[str, Any]:
+    """What a request carries to the processor. `prompt` is how many of vLLM's prompt tokens are the request's: forced ones follow."""
+    return {KEY: {"prompt": len(request.tokens), **{name: getattr(request.sampling, name) for name in FIELDS}}}
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,4 +103,5 @@ def stream_for(parameters: SamplingParams, prompt: list[int] | None, output: lis
     settings = (parameters.extra_args or {}).get(KEY)
     if settings is None or prompt is None:
         return None
-    return Stream(Sampling(max_tokens=parameters.max_tokens or 1, **settings), list(prompt), output)
+    sampling = Sampling(max_tokens=parameters.max_tokens or 1, **{name: settings[name] for name in FIELDS})
+    return Stream(sampling, prompt[: settings["prompt"]], output)
