@@ -139,7 +139,7 @@ def test_requests_continue_across_an_update_or_are_finished_first(recipe):
             await pool.update(published(version), in_flight)
             versions = (await request).versions
             assert versions == ((3, 3) + (4,) * (len(versions) - 2) if in_flight == "continue" else (4,) * len(versions))
-        with pytest.raises(UsageError, match="version 2 is older than 5"):
+        with pytest.raises(UsageError, match="version 2 is older than 5, which the generators have"):
             await pool.update(published(2))
         await pool.close()
 
@@ -233,15 +233,18 @@ def test_a_request_that_kills_generators_is_given_up(recipe, monkeypatch):
 
         async def generate(self, request, tell):
             if request.tokens[0] == DEADLY:
+                await asyncio.sleep(0.1)
                 next(process for process in launcher.started if process.service is self).die("it ended with exit code 7")
                 await asyncio.sleep(1.0)
             return await old(self, request, tell)
 
         monkeypatch.setattr(service, "generate", generate)
+        innocent = [asyncio.ensure_future(pool.generate(ask(number))) for number in range(10, 20)]
         with pytest.raises(
             EnvironmentFailure, match=r"^model: request 'r1' was with 4 generators .*exit code 7.*not tried again"
         ) as caught:
             await pool.generate(ask(1, first=DEADLY))
+        assert [answer.request for answer in await asyncio.gather(*innocent)] == [f"r{number}" for number in range(10, 20)]
         await asyncio.sleep(0.1)
         assert not caught.value.retry and pool.kills == 4
         assert (await pool.generate(ask(2))).tokens

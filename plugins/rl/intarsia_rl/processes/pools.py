@@ -43,6 +43,9 @@ Boundary = Literal["environment", "scorer"]
 REPEATS = 3
 """How many generators a request may outlive before it is taken to be what kills them."""
 
+SUSPECT = 2
+"""From so many on it is one of the suspects, of which only one at a time is with a generator: the others would be found guilty with it."""
+
 PAGE = 2048
 """Tasks that a worker sends at a time."""
 
@@ -81,6 +84,7 @@ class GeneratorPool:
         self._paused: bool | None = None
         self._keep_when_paused = True
         self._order = asyncio.Lock()
+        self._suspects = asyncio.Lock()
         self._watchers: set[asyncio.Task[None]] = set()
         self._past = GeneratorStats()
 
@@ -144,28 +148,38 @@ class GeneratorPool:
                 on_tokens(fresh)
 
         while True:
-            index, member = await self._choose(request)
-            member.requests += 1
-            if member.requests == 1:
-                member.move()
-            seen = [0]
-            try:
-                listener = None if on_tokens is None else lambda tokens, seen=seen: tell(tokens, seen)
-                return await member.generator.generate(request, listener)
-            except ProcessDied as error:
-                self._keeper.lose(index, member)
-                deaths.append(member.doom or error.reason)
-                if len(deaths) > REPEATS:
-                    reasons = "; ".join(dict.fromkeys(deaths))
-                    text = f"request {request.id!r} was with {len(deaths)} generators when they died ({reasons}): it is not tried again"
-                    raise EnvironmentFailure("model", text) from error
-            except (IntarsiaError, EnvironmentFailure, asyncio.CancelledError):
-                raise
-            except Exception as error:  # the generator's own bug, or its memory
-                raise EnvironmentFailure("model", str(error), retry=True) from error
-            finally:
-                member.requests -= 1
-                member.move()
+            async with self._suspects if len(deaths) >= SUSPECT else contextlib.nullcontext():
+                index, member = await self._choose(request)
+                seen = [0]
+                listener = None if on_tokens is None else functools.partial(tell, before=seen)
+                try:
+                    return await self._ask(index, member, request, listener)
+                except ProcessDied as error:
+                    deaths.append(member.doom or error.reason)
+                    if len(deaths) > REPEATS:
+                        reasons = "; ".join(dict.fromkeys(deaths))
+                        text = f"request {request.id!r} was with {len(deaths)} generators when they died ({reasons}): it is not tried again"
+                        raise EnvironmentFailure("model", text) from error
+
+    async def _ask(
+        self, index: int, member: GeneratorMember, request: Request, on_tokens: Callable[[Sequence[int]], None] | None
+    ) -> Generated:
+        """The completion of one generator. ProcessDied where it dies."""
+        member.requests += 1
+        if member.requests == 1:
+            member.move()
+        try:
+            return await member.generator.generate(request, on_tokens)
+        except ProcessDied:
+            self._keeper.lose(index, member)
+            raise
+        except (IntarsiaError, EnvironmentFailure, asyncio.CancelledError):
+            raise
+        except Exception as error:  # the generator's own bug, or its memory
+            raise EnvironmentFailure("model", str(error), retry=True) from error
+        finally:
+            member.requests -= 1
+            member.move()
 
     async def abort(self, requests: Sequence[str] | None = None) -> None:
         """End these requests, on whichever generator, with what they have."""
@@ -181,8 +195,11 @@ class GeneratorPool:
     # ------------------------------------------------------------ weights
 
     async def update(self, weights: WeightVersion, in_flight: InFlight = "continue") -> None:
-        """Have these weights in force on every generator when this returns, those that are being restarted included. NumericsError where one read other bytes than were published."""
+        """Have these weights in force on every generator when this returns, those that are being restarted included. NumericsError where one read other bytes than were published;
+        UsageError for weights that are older than those it has."""
         async with self._order:
+            if self._weights is not None and weights.version < self._weights.version:
+                raise UsageError(f"version {weights.version} is older than {self._weights.version}, which the generators have.")
             self._weights, self._in_flight = weights, in_flight
             while True:
                 changed = asyncio.ensure_future(self._keeper.change())
