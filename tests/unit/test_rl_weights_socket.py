@@ -175,6 +175,19 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
             transport.publish(0, Trainer(SelfCommunicator()).parts)
 
 
+def test_one_rank_that_cannot_listen_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has an address that is not this machine's."""
+    places = iter(["127.0.0.1", "192.0.2.1"])
+    monkeypatch.setattr(transport_module, "own_address", lambda: next(places))
+
+    def rank(world: Communicator) -> str:
+        with pytest.raises(UsageError) as caught:
+            Socket(SocketConfig(), tmp_path).publish(0, Trainer(world).parts)
+        return str(caught.value)
+
+    assert all("cannot listen on 192.0.2.1" in message for message in run_ranks(2, rank))
+
+
 def test_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (SocketConfig(versions=1), SocketConfig(attempts=0), SocketConfig(timeout_s=0.0)):
         with pytest.raises(UsageError, match="weights"):
