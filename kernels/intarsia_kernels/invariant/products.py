@@ -38,13 +38,14 @@ def product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
         weight_OI = F.pad(weight_OI, (0, 0, 0, TILE - outputs))
     weight_IO = weight_OI.t()
     key = (x_NI.shape, weight_OI.shape, weight_OI.stride(), weight_OI.data_ptr() % ALIGNED, x_NI.dtype, torch.get_num_threads())
-    whole = _whole.get(key)
-    y_NO = torch.mm(x_NI, weight_IO) if whole is not False else None
-    if whole is None:
-        whole = _whole[key] = _is_by_tiles(y_NO, x_NI, weight_OI)
-    if not whole or y_NO is None:
-        y_NO = torch.cat([torch.mm(tile.clone(), weight_IO.contiguous()) for tile in x_NI.split(TILE)])
-    return y_NO[:rows, :outputs]
+    if _whole.get(key, True):
+        y_NO = torch.mm(x_NI, weight_IO)
+        if key not in _whole:
+            _whole[key] = _is_by_tiles(y_NO, x_NI, weight_OI)
+        if _whole[key]:
+            return y_NO[:rows, :outputs]
+    weight_IO = weight_OI.contiguous().clone().t()
+    return torch.cat([torch.mm(tile.clone(), weight_IO) for tile in x_NI.split(TILE)])[:rows, :outputs]
 
 
 def _is_by_tiles(y_NO: Tensor, x_NI: Tensor, weight_OI: Tensor) -> bool:

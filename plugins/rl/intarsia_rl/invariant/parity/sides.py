@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -131,7 +132,7 @@ class GeneratorSide:
 
         found: dict[str, Any] = {}
         for request in requests:
-            self.engine.add(Job(request, next(self._arrivals), None, lambda result, name=request.id: found.__setitem__(name, result)))
+            self.engine.add(Job(request, next(self._arrivals), None, functools.partial(found.__setitem__, request.id)))
         with self._telling(recorder):
             for step in itertools.count():
                 if step == update_after and weights is not None:
