@@ -9,15 +9,7 @@ from typing import Any
 
 from intarsia_sandbox.inside import command, files, kernel
 
-GO = b"."
-
-
-class Refused(Exception):
-    """The kernel does not give what confines. `step` says what for, in words."""
-
-    def __init__(self, step: str, error: OSError):
-        super().__init__(f"{step}: {error}")
-        self.step, self.error = step, error
+GO, TWO_USERS = b".", b"2"
 
 
 def tell(report: int, value: dict[str, Any]) -> None:
@@ -25,16 +17,17 @@ def tell(report: int, value: dict[str, Any]) -> None:
     os.write(report, json.dumps(value).encode() + b"\n")
 
 
-def enter(report: int, go: int, asked: dict[str, Any], root_user: bool) -> None:
+def enter(report: int, go: int, asked: dict[str, Any]) -> None:
     """Make the namespaces, and the first process in them; never returns. Reports `unshared`, waits for its users to be mapped, then reports `init` with the process's number."""
     try:
         kernel.unshare(kernel.NAMESPACES)
         tell(report, {"unshared": True})
-        if os.read(go, 1) != GO:
+        users = os.read(go, 1)
+        if users not in (GO, TWO_USERS):
             os._exit(1)
         number = os.fork()
         if number == 0:
-            first(report, go, asked, root_user)
+            first(report, go, asked, users == TWO_USERS)
         tell(report, {"init": number})
         os._exit(0)
     except OSError as error:
@@ -42,7 +35,7 @@ def enter(report: int, go: int, asked: dict[str, Any], root_user: bool) -> None:
         os._exit(1)
 
 
-def first(report: int, go: int, asked: dict[str, Any], root_user: bool) -> None:
+def first(report: int, go: int, asked: dict[str, Any], two_users: bool) -> None:
     """Process 1. It dies with the outer process, and all others with it."""
     try:
         # The outer process is the parent once the one between has ended, which the first word says; the second says that it still lives.
@@ -61,7 +54,7 @@ def first(report: int, go: int, asked: dict[str, Any], root_user: bool) -> None:
             tell(report, {"refused": f"a file system of its own ({error})", "errno": getattr(error, "errno", 0)})
             os._exit(1)
         tell(report, {"proc": has_proc})
-        _run(report, asked, files.USER if root_user else None, has_proc)
+        _run(report, asked, files.USER if two_users else None, has_proc)
     except BaseException as error:
         tell(report, {"failed": f"{type(error).__name__}: {error}"})
     finally:

@@ -28,8 +28,11 @@ class KernelError(OSError):
     """A call that failed, with its name: what the kernel does not give."""
 
     def __init__(self, call: str, number: int):
-        super().__init__(number, f"{call}: {os.strerror(number)}")
+        super().__init__(number, os.strerror(number))
         self.call = call
+
+    def __str__(self) -> str:
+        return f"{self.call}: {self.strerror}"
 
 
 def _check(call: str, result: int) -> int:

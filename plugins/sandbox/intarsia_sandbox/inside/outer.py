@@ -71,7 +71,6 @@ def _asked() -> dict[str, Any]:
 
 def confined(asked: dict[str, Any]) -> dict[str, Any]:
     """Run the command in namespaces of its own. What is not given is answered as `refused`."""
-    root_user = os.geteuid() == 0
     reading, report = os.pipe()
     go_reading, go = os.pipe()
     middle = os.fork()
@@ -79,15 +78,12 @@ def confined(asked: dict[str, Any]) -> dict[str, Any]:
         os.close(reading)
         os.close(go)
         os.close(int(asked["answer"]))
-        init.enter(report, go_reading, asked, root_user)
+        init.enter(report, go_reading, asked)
     for descriptor in (report, go_reading, 1, 2):  # The command's output has its end when the command has.
         os.close(descriptor)
     lines = _Lines(reading)
     _expect(lines.next(), "unshared")
-    mapped = _map_users(middle, root_user)
-    if mapped != root_user:
-        raise Answer(refused="another user for the command (root cannot map user 65534 here)", errno=1)
-    os.write(go, init.GO)
+    os.write(go, init.TWO_USERS if _map_users(middle) else init.GO)
     number = _expect(lines.next(), "init")
     os.waitpid(middle, 0)
     try:
@@ -130,19 +126,22 @@ def _expect(value: dict[str, Any], name: str) -> Any:
     return value[name]
 
 
-def _map_users(middle: int, root_user: bool) -> bool:
-    """Give the namespace its users: root's builds it and `nobody` runs the command, where root asks; else the one who asks is the command's user. Whether there are two."""
+def _map_users(middle: int) -> bool:
+    """Give the namespace its users: where root asks, root's builds it and `nobody` runs the command; else the one who asks is the command's user. Whether there are two."""
     own = os.geteuid(), os.getegid()
-    if root_user:
+    if own[0] == 0:
         with contextlib.suppress(OSError):
             for name in ("uid_map", "gid_map"):
                 with open(f"/proc/{middle}/{name}", "w") as file:
                     file.write(f"0 0 1\n{files.USER} {NOBODY} 1\n")
             return True
-        # In the kernel's first user namespace limits do not hold for user 0.
         with open("/proc/self/uid_map") as file:
-            if file.read().split()[:3] == ["0", "0", "4294967295"]:
-                return False
+            if file.read().split()[:3] == [
+                "0",
+                "0",
+                "4294967295",
+            ]:  # The kernel's first user namespace, where no limit of processes holds for user 0.
+                raise Answer(refused=f"another user for the command (root may not map user {NOBODY} here)", errno=1)
     with open(f"/proc/{middle}/setgroups", "w") as file:
         file.write("deny")
     for name, mine in (("uid_map", own[0]), ("gid_map", own[1])):
