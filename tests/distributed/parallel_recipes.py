@@ -18,6 +18,8 @@ from intarsia_llama3 import recipes as llama_recipes
 from intarsia_llama3.config import llama3, scaled_rope
 from intarsia_models_common.config import MLAConfig
 from intarsia_optimizers.config import AdamWConfig, ConstantConfig, MuonConfig
+from intarsia_rl.algorithms.config import DPOConfig
+from intarsia_rl.preferences.config import PreferenceFilesConfig, PreferencesConfig
 
 # Where the documents are: set by who runs the recipe.
 FOLDER = "INTARSIA_TEST_DOCUMENTS"
@@ -133,3 +135,22 @@ def deepseek_muon() -> Recipe:
 def deepseek_tied_muon() -> Recipe:
     """What several stages have, by the optimizer whose state is least like a list of elements."""
     return chz.replace(deepseek_tied(), optimizer=MUON)
+
+
+def write_preferences(folder: Path) -> None:
+    """Short questions, of whose answers the one that ends in a letter of its question is preferred; a few are long."""
+    draw = random.Random(6)
+    with Path(folder, "preferences.jsonl").open("w") as file:
+        for number in range(60):
+            prompt = "".join(draw.choice("abcdef") for _ in range(1 + number % 9))
+            tail = "x" * (9 if number % 13 == 0 else number % 4)
+            file.write(json.dumps({"prompt": prompt, "chosen": tail + prompt[0], "rejected": tail[1:] + draw.choice("wyz")}) + "\n")
+
+
+def preferences() -> Recipe:
+    """Pairs of answers, by DPO."""
+    recipe = llama(layers=2)
+    source = PreferenceFilesConfig(paths=(os.environ.get(FOLDER, ".") + "/preferences.jsonl",))
+    data = chz.replace(recipe.data, loader=PreferencesConfig(), mixture=(MixturePart(source=source),), held_out=0.2)
+    train = TrainConfig(steps=5, seed=4, sequence_length=40, micro_batch=2, global_batch=8, clip_norm=1.0)
+    return chz.replace(recipe, data=data, loss=DPOConfig(beta=0.3, likelihood=0.1), train=train, evaluation=EvaluationConfig(batches=2))

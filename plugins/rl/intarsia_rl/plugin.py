@@ -25,6 +25,25 @@ def offer_loaders() -> Sequence[Entry]:
             config="intarsia_rl.config:RolloutsConfig",
             target="intarsia_rl.loader:build",
             doc="Batches of rollouts: tasks of an environment, tried by the policy that is being trained.",
+        ),
+        Entry(
+            name="preferences",
+            config="intarsia_rl.preferences.config:PreferencesConfig",
+            target="intarsia_rl.preferences.loader:build",
+            doc="Batches of pairs of answers, one of which is preferred, with what the run's initial weights say of them.",
+        ),
+    ]
+
+
+@hookimpl
+def offer_data_sources() -> Sequence[Entry]:
+    """The source."""
+    return [
+        Entry(
+            name="preferences",
+            config="intarsia_rl.preferences.config:PreferenceFilesConfig",
+            target="intarsia_rl.preferences.source:PreferenceFiles",
+            doc="One pair as a JSON object on each line: a prompt, the chosen answer and the rejected one.",
         )
     ]
 
@@ -38,7 +57,13 @@ def offer_losses() -> Sequence[Entry]:
             config="intarsia_rl.algorithms.config:PolicyLossConfig",
             target="intarsia_rl.algorithms.policy:build",
             doc="The policy-gradient loss of an algorithm (`loss.algorithm=grpo`), on rollouts.",
-        )
+        ),
+        Entry(
+            name="dpo",
+            config="intarsia_rl.algorithms.config:DPOConfig",
+            target="intarsia_rl.algorithms.dpo:build",
+            doc="Direct preference optimisation, on pairs (arXiv 2305.18290).",
+        ),
     ]
 
 
@@ -143,11 +168,13 @@ def before_build(run: Run, stage: BuildStage) -> None:
 
 @hookimpl
 def after_build(run: Run, stage: BuildStage) -> None:
-    """Show the loader the parts of the run that it publishes weights from."""
+    """Show the loader the parts of the run that it publishes weights from, or asks the reference of."""
     if stage == "checkpoint" and _learns_from_rollouts(run):
         from intarsia_rl import hooks
 
         hooks.attach(run)
+    elif stage == "checkpoint" and _learns_from_pairs(run):
+        run.parts["data"].attach(run)
 
 
 @hookimpl
@@ -163,6 +190,12 @@ def _learns_from_rollouts(run: Run) -> bool:
     from intarsia_rl.config import RolloutsConfig
 
     return isinstance(run.recipe.data.loader, RolloutsConfig)
+
+
+def _learns_from_pairs(run: Run) -> bool:
+    from intarsia_rl.preferences.config import PreferencesConfig
+
+    return isinstance(run.recipe.data.loader, PreferencesConfig)
 
 
 class Algorithms:

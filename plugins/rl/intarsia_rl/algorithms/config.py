@@ -12,6 +12,7 @@ from intarsia_rl.bases import AlgorithmConfig
 
 ESTIMATORS = ("k1", "k2", "k3")
 OUTSIDE = ("cap", "mask")
+PAIR_LOSSES = ("sigmoid", "hinge", "ipo")
 LEVELS = ("token", "sequence", "sequence_mean")
 
 
@@ -148,6 +149,37 @@ class RLOOConfig(PolicyGradientConfig):
         default=None, doc="A ratio above 1 + clip_high is worth no more where the advantage is positive; none: no bound."
     )
     importance_cap: float | None = chz.field(default=2.0, doc="Largest importance weight, against samples of old policies; none: no bound.")
+
+
+@chz.chz(typecheck=True)
+class DPOConfig(LossConfig):
+    """Direct preference optimisation: with m = beta (log-ratio of the chosen answer - log-ratio of the rejected one), log-ratios against the reference and over whole answers."""
+
+    beta: float = chz.field(default=0.1, doc="How far the policy may move from the reference: the larger, the nearer it stays.")
+    kind: str = chz.field(
+        default="sigmoid", doc="The loss of a pair: sigmoid, -log sigmoid(m); hinge, max(0, 1 - m); ipo, (m / beta - 1 / (2 beta))^2."
+    )
+    label_smoothing: float = chz.field(
+        default=0.0, doc="With sigmoid: the share of pairs whose preference is taken to be the wrong way round."
+    )
+    likelihood: float = chz.field(
+        default=0.0,
+        doc="Weight of the chosen answer's mean cross-entropy, which keeps its probability from falling with that of the rejected one.",
+    )
+    chunk: int = chz.field(default=1024, doc="Tokens whose logits exist at one time; in backward they are computed again.")
+
+    @chz.validate
+    def _numbers_fit(self) -> None:
+        at_least("loss.chunk", self.chunk, 1)
+        at_least("loss.likelihood", self.likelihood, 0)
+        if not 0 < self.beta < math.inf:
+            raise UsageError(f"loss.beta is {self.beta}; it must be finite and above 0.")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise UsageError(f"loss.label_smoothing is {self.label_smoothing}; it must be at least 0 and below 0.5.")
+        if self.kind not in PAIR_LOSSES:
+            raise UsageError(f"loss.kind is {self.kind!r}. {did_you_mean(self.kind, PAIR_LOSSES)}")
+        if self.label_smoothing and self.kind != "sigmoid":
+            raise UsageError(f"loss.label_smoothing is for loss.kind=sigmoid, and the kind is {self.kind}.")
 
 
 def check_routes(model: ModelConfig) -> int:

@@ -30,7 +30,8 @@ class PolicyLoss:
     that the trainer's one division makes means over trained tokens of them.
 
     `gap` is the largest difference between log-probabilities of the trainer and of a generator with the same weights that was seen since `reset_gap` (None: none was looked for), in this process's part
-    of the tokens; `gap_tokens` says of how many tokens.
+    of the tokens; `gap_tokens` says of how many tokens. `seen` are the micro-batches trained on since then, as this process had them: each with the places of its trained tokens among B S and their
+    log-probabilities [N].
     """
 
     def __init__(self, algorithm: Algorithm, chunk: int = 1024) -> None:
@@ -38,12 +39,15 @@ class PolicyLoss:
         self._chunk = chunk
         self.gap: Tensor | None = None
         self.gap_tokens: Tensor | None = None
+        self.seen: list[tuple[Batch, Tensor, Tensor]] = []
 
     def __call__(self, model: Model, hidden_BSD: Tensor | tuple[Tensor, ...], batch: Batch) -> LossSum:
         """The weighted sum for one micro-batch; 0, with a gradient of 0, where no token is trained on. Of a model that predicts further ahead only the next token counts."""
         extra, where_N = self._carried(batch)
         log_probs_N, entropy_N = trained_log_probs(model, hidden_BSD, batch.labels_BS, where_N, self._chunk)
         self._compare(log_probs_N.detach(), extra, batch)
+        if torch.is_grad_enabled():
+            self.seen.append((batch, where_N, log_probs_N.detach()))
         if not getattr(self.algorithm, "needs_reference", False):
             extra.pop("reference_log_probs", None)
         extra["over_sequence"] = over_sequences(batch, hidden_BSD, where_N)
@@ -62,6 +66,7 @@ class PolicyLoss:
     def reset_gap(self) -> None:
         """Forget the differences seen so far: a step begins."""
         self.gap = self.gap_tokens = None
+        self.seen.clear()
 
     def _carried(self, batch: Batch) -> tuple[dict[str, Any], Tensor]:
         """What the trained tokens carried, [N] each, and which of the B S tokens they are."""
@@ -108,6 +113,17 @@ def trained_log_probs(
     return log_probs_N[where_N], entropy_N[where_N]
 
 
+def copies(hidden_BSD: Tensor | tuple[Tensor, ...], labels_BS: Tensor) -> float:
+    """How often each token's numbers are among those that a sum over the logical axis `sequence` adds: along tp every rank has all of them, though only a part of the hidden
+    states. A collective where there are several ranks."""
+    if logical.ranks(("sequence",)) == 1:
+        return 1.0
+    part = hidden_BSD if isinstance(hidden_BSD, Tensor) else hidden_BSD[0]
+    sizes = torch.tensor([labels_BS.numel(), part.shape[0] * part.shape[1]], dtype=torch.float64, device=labels_BS.device)
+    numbers, states = logical.sum(sizes, ("sequence",)).tolist()
+    return float(round(numbers / states))
+
+
 def over_sequences(batch: Batch, hidden_BSD: Tensor | tuple[Tensor, ...], where_N: Tensor) -> Callable[[Tensor], Tensor]:
     """A function of [N] (no gradient) to each token's sum over the trained tokens of its sequence, of which other ranks may hold parts. A collective where they do."""
     most = max((len(row) for row in batch.lengths), default=1)
@@ -118,12 +134,7 @@ def over_sequences(batch: Batch, hidden_BSD: Tensor | tuple[Tensor, ...], where_
     @torch.no_grad()
     def summed(x_N: Tensor) -> Tensor:
         totals = logical.sum(x_N.new_zeros(rows * most).index_add(0, which_N, x_N), ("sequence",))
-        if logical.ranks(("sequence",)) > 1:
-            # Along tp every rank has all tokens' numbers, though only a part of the hidden states: so often has each been added.
-            part = hidden_BSD if isinstance(hidden_BSD, Tensor) else hidden_BSD[0]
-            sizes = logical.sum(x_N.new_tensor([rows * tokens, part.shape[0] * part.shape[1]]), ("sequence",))
-            totals = totals / (sizes[0] / sizes[1]).round()
-        return totals[which_N]
+        return (totals / copies(hidden_BSD, batch.labels_BS))[which_N]
 
     return summed
 
