@@ -198,11 +198,12 @@ class _Source:
         answer: dict[str, Any] = self._repeat({})[0]
         return answer
 
-    def ask(self, rows: Sequence[tuple[str, Box]]) -> bytearray:
-        """The bytes of these boxes, one after the other."""
-        return self._repeat({"boxes": [[name, box.start, box.size] for name, box in rows]})[1] if rows else bytearray()
+    def ask(self, rows: Sequence[tuple[str, Box]]) -> Tensor:
+        """The bytes of these boxes, one after the other: 1-D uint8."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return self._repeat({"boxes": [[name, box.start, box.size] for name, box in rows]})[1] if rows else nothing
 
-    def _repeat(self, request: Mapping[str, Any]) -> tuple[Any, bytearray]:
+    def _repeat(self, request: Mapping[str, Any]) -> tuple[Any, Tensor]:
         """One answer, whole, asked for anew where the connection fails."""
         for attempt in range(self._attempts):
             try:
@@ -217,7 +218,7 @@ class _Source:
             f"({self._attempts} attempts). The rank is gone, or this machine cannot reach it: set weights.host to an address that it can."
         )
 
-    def _once(self, request: Mapping[str, Any]) -> tuple[Any, bytearray]:
+    def _once(self, request: Mapping[str, Any]) -> tuple[Any, Tensor]:
         if self._connection is None:
             self._connection = socket.create_connection(self._place, self._timeout_s)
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -225,7 +226,9 @@ class _Source:
             self._check(wire.receive_json(self._connection))
         wire.send_json(self._connection, request)
         answer = self._check(wire.receive_json(self._connection))
-        return answer, wire.receive_exactly(self._connection, answer.get("bytes", 0))
+        data = torch.empty(answer.get("bytes", 0), dtype=torch.uint8)
+        wire.receive_into(self._connection, data.numpy().data)
+        return answer, data
 
     def _check(self, answer: Any) -> Any:
         if "error" in answer:
@@ -273,27 +276,30 @@ class _Plan:
         if batch:
             yield batch
 
-    def assemble(self, batch: Batch, arrived: Sequence[bytearray]) -> Iterator[tuple[str, Tensor]]:
+    def assemble(self, batch: Batch, arrived: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The tensors, from what each source has sent."""
         offsets = [0] * len(arrived)
         for name, box, parts in batch:
             dtype = self._described[name][0]
-            whole = torch.empty(box.size, dtype=dtype)
+            whole = None
             for number, part in parts:
-                # Bytes, since boxes of other dtypes before it may leave it where its dtype cannot begin.
                 length = part.numel * dtype.itemsize
-                raw = torch.frombuffer(arrived[number], dtype=torch.uint8, count=length, offset=offsets[number])
+                raw = arrived[number][offsets[number] : offsets[number] + length]
                 offsets[number] += length
-                target = whole if part == box else torch.empty(part.size, dtype=dtype)
-                target.reshape(-1).view(torch.uint8).copy_(raw)
-                if target is not whole:
-                    whole[slices(part, box.start)].copy_(target)
-            yield name, whole
+                # Boxes of other dtypes before it may leave it where its dtype cannot begin.
+                aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
+                values = aligned.view(dtype).view(part.size)
+                if part == box:
+                    whole = values
+                    break
+                whole = torch.empty(box.size, dtype=dtype) if whole is None else whole
+                whole[slices(part, box.start)] = values
+            yield name, torch.empty(box.size, dtype=dtype) if whole is None else whole
 
 
 def _ask(
     pool: concurrent.futures.ThreadPoolExecutor, sources: Sequence[_Source], plan: _Plan, batch: Batch
-) -> list[concurrent.futures.Future[bytearray]]:
+) -> list[concurrent.futures.Future[Tensor]]:
     """Ask every source for its parts of a batch, at once."""
     rows: list[list[tuple[str, Box]]] = [[] for _ in sources]
     for name, _, parts in batch:
