@@ -57,20 +57,17 @@ def experts() -> Recipe:
 
 class TestDense(GeneratorConformance):
     entry = "intarsia-generation:local"
-    config = LocalConfig(block=4, max_sequences=4, max_batch_tokens=24, device="cpu")
+    config = LocalConfig(block=4, max_sequences=4, max_batch_tokens=24, max_tokens=96, device="cpu")
 
     def recipe(self) -> Recipe:
         return dense()
 
 
-class TestNarrowCaches(TestDense):
-    """Blocks for hardly more than one request: others are put back and computed anew all the time."""
+class TestNarrow(TestDense):
+    """A layer with a window and sinks, and blocks for hardly more than one request: others are put back and computed anew all the time."""
 
-    config = LocalConfig(block=4, blocks=30, max_sequences=5, max_batch_tokens=9, device="cpu")
-
-
-class TestWindow(TestDense):
-    config = LocalConfig(block=4, max_sequences=8, max_batch_tokens=64, device="cpu")
+    config = LocalConfig(block=4, blocks=30, max_sequences=5, max_batch_tokens=9, max_tokens=96, device="cpu")
+    new_tokens = 12
 
     def recipe(self) -> Recipe:
         return dense(window=6)
@@ -78,8 +75,9 @@ class TestWindow(TestDense):
 
 class TestExperts(GeneratorConformance):
     entry = "intarsia-generation:local"
-    config = LocalConfig(block=4, blocks=64, max_sequences=6, max_batch_tokens=24, device="cpu")
+    config = LocalConfig(block=4, blocks=64, max_sequences=6, max_batch_tokens=24, max_tokens=80, device="cpu")
     tolerance = 2e-4
+    new_tokens = 12
 
     def recipe(self) -> Recipe:
         return experts()
@@ -88,9 +86,10 @@ class TestExperts(GeneratorConformance):
 class TestInvariant(TestExperts):
     """Batch-invariant mode: bit for bit what the trainer's pass over whole sequences gives, experts included."""
 
-    config = LocalConfig(block=4, blocks=40, max_sequences=6, max_batch_tokens=24, device="cpu")
+    config = LocalConfig(block=4, blocks=40, max_sequences=6, max_batch_tokens=24, max_tokens=64, device="cpu")
     tolerance = 0.0
     invariant = True
+    new_tokens = 8
 
     def recipe(self) -> Recipe:
         return batch_invariant(experts())

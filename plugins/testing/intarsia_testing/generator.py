@@ -16,128 +16,24 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-from intarsia.config import Recipe
 from intarsia.errors import IntarsiaError, NumericsError, UsageError
-from intarsia_rl.contracts import Generated, Generator, Request, Sampling, WeightVersion
+from intarsia_rl.contracts import Generated, Generator
 
-from intarsia_testing.base import Conformance
-from intarsia_testing.generator_stage import Stage
+from intarsia_testing.generator_case import GeneratorCase
 from intarsia_testing.promise import broken, keep
 
 SEEDS = (101, 202, 303)
 """Seeds of the weights that tests push."""
 
 
-class GeneratorConformance(Conformance):
+class GeneratorConformance(GeneratorCase):
     """Every promise of `intarsia_rl.contracts.Generator`, one test each.
 
     Set `entry` and `config` (small caches and steps, so that prompts are cut and blocks run out), override `recipe`. `tolerance` bounds the difference of log-probabilities
     between the generator and a pass over the whole sequence: 0.0 with `invariant` where they are equal bit for bit. One generator serves most tests of a class; a few build another one.
     """
-
-    kind: ClassVar[str] = "generator"
-    tolerance: ClassVar[float] = 1e-4
-    invariant: ClassVar[bool] = False
-    timeout_s: ClassVar[float] = 120.0
-    new_tokens: ClassVar[int] = 24
-
-    _stage: ClassVar[Stage | None] = None
-    _numbers = itertools.count()
-
-    # ------------------------------------------------------------ what is tested
-
-    def recipe(self) -> Recipe:
-        """A recipe whose model is small and whose weights are large enough to tell a wrong cache: `initial_std` about 0.2. Its tokenizer decodes what the model says."""
-        broken("recipe", f"{type(self).__name__} gives no recipe: override `recipe`.")
-
-    def prompts(self) -> list[tuple[int, ...]]:
-        """Prompts of different lengths, one of a single token, two that begin alike."""
-        size = self.stage().recipe.model.vocab_size
-        tokens = [(37 * number + 11) % size for number in range(64)]
-        return [tuple(tokens[:40]), (tokens[5],), tuple(tokens[10:17]), tuple(tokens[:33]), tuple(reversed(tokens[3:22]))]
-
-    # ------------------------------------------------------------ help
-
-    @classmethod
-    def teardown_class(cls) -> None:
-        """End what the tests of the class shared."""
-        if cls._stage is not None:
-            cls._stage.close()
-            cls._stage = None
-
-    def stage(self) -> Stage:
-        """What the tests of this class share."""
-        if type(self)._stage is None:
-            config = self.given_configs()[0]
-            type(self)._stage = Stage(self.recipe(), config, invariant=self.invariant, timeout_s=self.timeout_s)
-        found = type(self)._stage
-        assert found is not None, "it was made"
-        return found
-
-    def request(
-        self, tokens: Sequence[int], *, forced: Sequence[int] = (), routes: bool = False, priority: int = 0, **sampling: Any
-    ) -> Request:
-        """A request with an id of its own."""
-        settings = Sampling(**{"max_tokens": len(forced) or self.new_tokens, "temperature": 0.0, **sampling})
-        return Request(f"request-{next(self._numbers)}", tuple(tokens), settings, tuple(forced), routes, priority)
-
-    def all_of(self, generator: Generator, requests: Sequence[Request]) -> list[Generated]:
-        """The completions of requests that are made together."""
-
-        async def work() -> list[Generated]:
-            return list(await asyncio.gather(*(generator.generate(request) for request in requests)))
-
-        return self.stage().run(work())
-
-    def one(self, generator: Generator, request: Request) -> Generated:
-        """One completion, alone."""
-        return self.all_of(generator, [request])[0]
-
-    def check(self, request: Request, found: Generated, words: str) -> None:
-        """A completion is well-formed, and each of its tokens has the log-probability that a whole pass with the weights of its version gives."""
-        stage, count = self.stage(), len(found.tokens)
-        keep("completions", isinstance(found, Generated) and found.request == request.id, f"{words} gives {found!r} for {request.id}.")
-        keep(
-            "one log-probability and version for each token",
-            len(found.log_probs) == len(found.versions) == count,
-            f"{words}: {count} tokens, {len(found.log_probs)} log-probabilities, {len(found.versions)} versions.",
-        )
-        keep(
-            "max_tokens",
-            count <= request.sampling.max_tokens,
-            f"{words}: {count} tokens, and {request.sampling.max_tokens} were asked for.",
-        )
-        unknown = set(found.versions) - set(stage.seeds)
-        keep("versions", not unknown, f"{words} has tokens of versions {sorted(unknown)}, which were never published.")
-        keep("versions go up", list(found.versions) == sorted(found.versions), f"{words} has the versions {found.versions}.")
-        for version in dict.fromkeys(found.versions):
-            expected = stage.log_probs(stage.seeds[version], (*request.tokens, *found.tokens))[len(request.tokens) - 1 :]
-            for number in range(count):
-                difference = abs(found.log_probs[number] - expected[number])
-                if found.versions[number] == version and not difference <= self.tolerance:
-                    broken(
-                        "log-probabilities are the model's",
-                        f"{words}: token {number + 1} of {count} (version {version}) has {found.log_probs[number]!r}, and a pass over the whole sequence gives "
-                        f"{expected[number]!r}: {difference:.3g} apart, of {self.tolerance:g} allowed.",
-                    )
-
-    def same(self, promise: str, one: Generated, other: Generated, words: str) -> None:
-        """Two completions have the same tokens and, within twice the tolerance, log-probabilities."""
-        keep(promise, one.tokens == other.tokens, f"{words}: tokens {one.tokens} became {other.tokens}.")
-        apart = max((abs(a - b) for a, b in zip(one.log_probs, other.log_probs, strict=True)), default=0.0)
-        keep(promise, apart <= 2 * self.tolerance, f"{words}: a log-probability moved by {apart:.3g}.")
-
-    def refused(self, promise: str, generator: Generator, request: Request, words: str) -> None:
-        """The request is a UsageError."""
-        try:
-            self.one(generator, request)
-        except UsageError:
-            return
-        except Exception as error:
-            broken(promise, f"{words} raises {type(error).__name__} ({error}), not UsageError.")
-        broken(promise, f"{words} is served.")
 
     # ------------------------------------------------------------ facts and completions
 
@@ -189,16 +85,16 @@ class GeneratorConformance(Conformance):
     def test_a_batch_is_each_alone(self) -> None:
         """What else runs, and in which order requests come, changes nothing; nor does drawing."""
         generator = self.stage().main()
-        jobs = [
+        jobs: list[tuple[tuple[int, ...], dict[str, Any]]] = [
             (prompt, {"temperature": temperature, "seed": seed, "top_p": 0.9})
-            for seed, (prompt, temperature) in enumerate(itertools.product(self.prompts(), (0.0, 1.0, 0.7)))
+            for seed, (prompt, temperature) in enumerate(itertools.product(self.prompts(), (0.0, 0.9)))
         ]
         together = self.all_of(generator, [self.request(prompt, **settings) for prompt, settings in jobs])
         backwards = self.all_of(generator, [self.request(prompt, **settings) for prompt, settings in reversed(jobs)])
-        alone = [self.one(generator, self.request(prompt, **settings)) for prompt, settings in jobs[::3] + jobs[1::3]]
+        alone = [self.one(generator, self.request(prompt, **settings)) for prompt, settings in jobs[::3]]
         for (prompt, settings), one, other in zip(jobs, together, reversed(backwards), strict=True):
             self.same("results are of the request alone", one, other, f"{len(prompt)} tokens with {settings} in another order")
-        for one, other in zip([*together[::3], *together[1::3]], alone, strict=True):
+        for one, other in zip(together[::3], alone, strict=True):
             self.same("results are of the request alone", one, other, "a request that ran alone")
 
     def test_more_requests_than_it_runs_at_once(self) -> None:
@@ -248,7 +144,8 @@ class GeneratorConformance(Conformance):
             ],
         )
         for other, words in zip(others, ("a seed", "top_k 1", "a tiny top_p", "min_p 1", "a tiny temperature"), strict=True):
-            self.same("greedy", greedy, other, f"greedy and {words}")
+            if not self.part_at_equals(prompt, greedy, other):
+                self.same("greedy", greedy, other, f"greedy and {words}")
 
     def test_tokens_are_drawn_as_the_model_says(self) -> None:
         """First tokens over many seeds have the frequencies of the probabilities, with a temperature and top_k."""
@@ -367,11 +264,13 @@ class GeneratorConformance(Conformance):
         generator = stage.fresh(SEEDS[0])
         prompt = self.prompts()[0]
         first = self.one(generator, self.request(prompt))
-        requests = [self.request(prompt), self.request((*prompt, *first.tokens, 3, 4)), self.request(prompt[:-1])]
-        again, longer, shorter = self.all_of(generator, requests)
-        self.same("a cached prefix", first, again, "the same prompt for the second time")
+        # Longer, shorter, another first token, and parts of it elsewhere: equal tokens behind others must not be taken for the same.
+        others = ((*prompt, *first.tokens, 3, 4), prompt[:-1], (prompt[0] ^ 1, *prompt[1:]), prompt[4:], prompt[16:])
+        requests = [self.request(tokens) for tokens in (prompt, *others)]
+        results = self.all_of(generator, requests)
+        self.same("a cached prefix", first, results[0], "the same prompt for the second time")
         keep("cached tokens", first.cached_tokens == 0, f"a fresh generator says that {first.cached_tokens} tokens were cached.")
-        for request, found in zip(requests, (again, longer, shorter), strict=True):
+        for request, found in zip(requests, results, strict=True):
             self.check(request, found, "a prompt whose prefix is known")
             keep(
                 "cached tokens",
@@ -407,24 +306,22 @@ class GeneratorConformance(Conformance):
         """The same prompts before and after: everything that is kept belongs to a version. An update to the same weights changes nothing."""
         stage, generator = self.stage(), self.stage().main()
         prompts = self.prompts()
-        before = self.all_of(generator, [self.request(prompt) for prompt in prompts])
+        requests = [self.request(prompt) for prompt in prompts]
+        if "images" in generator.facts.capabilities:
+            requests.append(dataclasses.replace(self.request(prompts[0]), images=self.images()))
+        before = self.all_of(generator, [self.again(request) for request in requests])
         stage.run(generator.update(stage.publish(SEEDS[0])))
-        after = self.all_of(generator, [self.request(prompt) for prompt in prompts])
-        stage.run(generator.update(stage.publish(SEEDS[0])))
-        again = self.all_of(generator, [self.request(prompt) for prompt in prompts])
-        fresh = self.all_of(stage.fresh(SEEDS[0]), [self.request(prompt) for prompt in prompts])
-        newest = max(stage.seeds) - 1
-        for number, prompt in enumerate(prompts):
-            words = f"a prompt of {len(prompt)} tokens"
-            self.same("caches belong to a version", fresh[number], after[number], f"{words}, in a fresh generator and after an update")
+        after = self.against_fresh(generator, stage.fresh(SEEDS[0]), requests)
+        weights = stage.publish(SEEDS[0])
+        stage.run(generator.update(weights))
+        again = self.all_of(generator, [self.again(request) for request in requests])
+        for number, request in enumerate(requests):
+            words = f"a prompt of {len(request.tokens)} tokens"
             self.same(
                 "an equal update changes nothing", after[number], again[number], f"{words}, before and after an update to equal weights"
             )
-            keep(
-                "versions",
-                set(again[number].versions) == {newest},
-                f"{words}: versions {set(again[number].versions)} after version {newest}.",
-            )
+            found = set(again[number].versions)
+            keep("versions", found == {weights.version}, f"{words}: versions {found} after version {weights.version}.")
             keep("updates", before[number].log_probs != after[number].log_probs, f"{words}: new weights changed nothing.")
 
     def test_versions_do_not_go_back(self) -> None:
@@ -476,41 +373,6 @@ class GeneratorConformance(Conformance):
         result = stage.run(work())
         if isinstance(result, Generated):
             self.check(request, result, "a request around a failed update")
-
-    def around(self, push: Sequence[WeightVersion], in_flight: Any) -> list[tuple[Request, Generated]]:
-        """Requests that are under way while weights change: some tokens are there before the first push."""
-        stage, generator = self.stage(), self.stage().main()
-        length = min(generator.facts.max_tokens - 41, 60)
-        requests = [self.request(prompt, temperature=1.0, seed=number, max_tokens=length) for number, prompt in enumerate(self.prompts())]
-
-        async def work() -> list[Generated]:
-            seen = 0
-            some = asyncio.Event()
-
-            def tell(tokens: Sequence[int]) -> None:
-                nonlocal seen
-                seen += len(tokens)
-                if seen >= 2 * len(requests):
-                    some.set()
-
-            tasks = [asyncio.ensure_future(generator.generate(request, tell)) for request in requests]
-            await some.wait()
-            await generator.pause()
-            for weights in push:
-                if in_flight == "continue":
-                    await generator.update(weights, in_flight)
-                    await generator.resume()
-                    await asyncio.sleep(0.02)
-                    await generator.pause()
-                else:
-                    waiting = asyncio.ensure_future(generator.update(weights, in_flight))
-                    await asyncio.sleep(0)
-                    await generator.resume()
-                    await waiting
-            await generator.resume()
-            return list(await asyncio.gather(*tasks))
-
-        return list(zip(requests, stage.run(work()), strict=True))
 
     def test_requests_continue_with_new_weights(self) -> None:
         """Each token of a request that lives through updates is what the weights of its version say, given all before it: caches of two versions are never mixed."""
@@ -616,9 +478,18 @@ class GeneratorConformance(Conformance):
             lost = [asyncio.ensure_future(generator.generate(self.request(prompt), lambda tokens: some.set())) for prompt in self.prompts()]
             kept = asyncio.ensure_future(generator.generate(self.request(self.prompts()[0])))
             await some.wait()
+            await generator.pause()
             for task in lost:
                 task.cancel()
             await asyncio.gather(*lost, return_exceptions=True)
+            await asyncio.sleep(0.1)
+            stats = await generator.stats()
+            keep(
+                "cancelling",
+                stats.running + stats.waiting <= 1,
+                f"{stats.running} requests run and {stats.waiting} wait; somebody waits for one of them.",
+            )
+            await generator.resume()
             return await kept
 
         self.same("cancelling", free, self.stage().run(work()), "a request beside cancelled ones")

@@ -25,6 +25,7 @@ pytest.register_assert_rewrite(
             "data_source",
             "environment",
             "generator",
+            "generator_case",
             "kernel",
             "model",
             "optimizer",
