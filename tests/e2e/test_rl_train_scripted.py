@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,20 @@ def test_a_run_trains_on_the_very_ids_that_were_generated(doubles: Doubles, caps
     assert main(["rl", "show", "run", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
     assert [row["samples"] for row in table] == [12] * 5 and all(row["kills"] == {"generators": 0, "workers": 0} for row in table)
+
+
+def test_events_and_files_have_the_documented_fields_and_no_others(doubles: Doubles) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    assert train("run", "train.steps=2", "data.loader.environment.partial=0.3") == 0
+    page = (docs / "reference" / "run-directory.md").read_text("utf-8")
+    for kind in ("generators", "rollouts", "held_out"):
+        body = page.partition(f"### {kind}\n")[2].partition("\n#")[0]
+        fields = {name for cells in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", body, re.MULTILINE) for name in re.findall(r"`(\w+)`", cells)}
+        [*found] = [event for event in read_events(Path("run")) if event["event"] == kind]
+        assert found and all(set(event) - {"schema", "event", "time_s", "elapsed_s"} == fields for event in found), kind
+    body = (docs / "explanation" / "reinforcement-learning.md").read_text("utf-8").partition("| field | meaning |")[2].partition("\n\n")[0]
+    fields = {name for cells in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", body, re.MULTILINE) for name in re.findall(r"`(\w+)`", cells)}
+    assert all(set(record) == fields for each in rollouts("run").values() for record in each)
 
 
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
