@@ -52,11 +52,12 @@ class Tools:
             self.send("number", number)
         return to
 
-    async def wait(self, seconds):
+    async def wait(self, seconds, word=""):
+        self.seen.append(f"begun{word}")
         try:
             await asyncio.sleep(seconds)
         except asyncio.CancelledError:
-            self.seen.append("cancelled")
+            self.seen.append(f"cancelled{word}")
             raise
 
     async def seen_words(self):
@@ -76,6 +77,11 @@ class Tools:
 
     async def child(self):
         return subprocess.Popen(["sleep", "300"]).pid
+
+    async def nest(self):
+        from intarsia_rl.processes.local import LocalProcesses
+        self.nested = await LocalProcesses().start("nested", "process_tools:serve", {})
+        return [self.nested.pid, await self.nested.call("child")]
 
     async def block(self):
         import re
@@ -129,6 +135,13 @@ def gone(pid: int, seconds: float = 5.0) -> bool:
     return False
 
 
+async def sees(process, word: str) -> None:
+    """Wait until the service has noted a word."""
+    async with asyncio.timeout(20.0):
+        while word not in await process.call("seen_words"):
+            await asyncio.sleep(0.01)
+
+
 def test_calls_answers_messages_and_failures(tools):
     async def main():
         launcher = plugins.current().build(LocalProcessesConfig(message_bytes=1 << 20))
@@ -165,11 +178,10 @@ def test_calls_answers_messages_and_failures(tools):
 
         with pytest.raises(TimeoutError, match=r"no answer of tools in 0.05 s"):
             await process.call("wait", 300.0, timeout_s=0.05)
-        call = asyncio.ensure_future(process.call("wait", 300.0))
-        await asyncio.sleep(0.05)
+        call = asyncio.ensure_future(process.call("wait", 300.0, " twice"))
+        await sees(process, "begun twice")
         call.cancel()
-        await asyncio.sleep(0.05)
-        assert await process.call("seen_words") == ["cancelled", "cancelled"]
+        await sees(process, "cancelled twice")
 
         slow, quick = asyncio.ensure_future(process.call("wait", 300.0)), process.call("echo", 1)
         assert await quick == 1 and not slow.done()
@@ -289,7 +301,7 @@ async def main():
     child = await processes[0].call("child")
     blocked = asyncio.ensure_future(processes[1].call("block"))
     await asyncio.sleep(0.2)
-    print(*(process.pid for process in processes), child, flush=True)
+    print(*(process.pid for process in processes), child, *await processes[0].call("nest"), flush=True)
     if sys.argv[1] == "raise":
         raise RuntimeError("the starter's end")
     await asyncio.sleep(300)
@@ -300,12 +312,12 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("how", ["kill", "raise"])
 def test_no_process_outlives_its_starter(tools, how):
-    """Neither one that hangs in C code, nor what a process has started itself."""
+    """Neither one that hangs in C code, nor what a process has started itself, nor the processes of a process."""
     starter = subprocess.Popen([sys.executable, "-c", STARTER, how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert starter.stdout is not None
         pids = [int(pid) for pid in starter.stdout.readline().split()]
-        assert len(pids) == 3
+        assert len(pids) == 5
         if how == "kill":
             assert not any(gone(pid, 0.05) for pid in pids)
             starter.kill()
@@ -356,7 +368,7 @@ def test_workers_whose_environment_does_its_worst(entries, tmp_path):
 
     async def main():
         once = tmp_path / "once"
-        pool = await WorkerPool.start(LocalProcesses(), MisbehavesConfig(once=str(once)), 1, timeout_s=60.0, ping_s=0.5)
+        pool = await WorkerPool.start(LocalProcesses(), MisbehavesConfig(once=str(once)), 1, timeout_s=60.0, ping_s=3.0)
         assert [task.id for task in await pool.tasks("train")] == [f"train/{number}" for number in range(4)]
         expected = {
             "raise": ("environment: step: KeyError: 'the key'", False, 0),
@@ -365,21 +377,21 @@ def test_workers_whose_environment_does_its_worst(entries, tmp_path):
                 False,
                 0,
             ),
-            "hang": ("environment: step: no answer of environment in 0.5 s", True, 0),
-            "stay": ("environment: step: no answer of environment in 0.5 s", True, 0),
+            "hang": ("environment: step: no answer of environment in 1 s", True, 0),
+            "stay": ("environment: step: no answer of environment in 1 s", True, 0),
             "leave": ("environment: step: SystemExit: enough", False, 0),
             "exit": (
                 "environment: step: environment is gone: it ended with exit code 3; its last words:\n  | the worker's last words",
                 True,
                 1,
             ),
-            "block": ("environment: step: no answer of environment in 0.5 s", True, 1),
+            "block": ("environment: step: no answer of environment in 1 s", True, 1),
         }
         kills = 0
         for deed, (words, retry, deaths) in expected.items():
             once.unlink(missing_ok=True)
             kills += deaths
-            limit = 20.0 if deed == "flood" else 0.5
+            limit = 30.0 if deed == "flood" else 1.0
             bad, good = pool.episode(task_that(do=deed), 0, limit), pool.episode(task_that(), 1)
             await asyncio.gather(bad.reset(), good.reset())
             with pytest.raises(EnvironmentFailure, match=words) as caught:
