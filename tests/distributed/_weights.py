@@ -46,11 +46,11 @@ def change(run: Run, seed: int) -> None:
         whole.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(seed + len(name)))
         flat = master.detach().view(-1)
         for box, view in region_parts(flat, info.layout.local(table.rank_in(info.layout)), Box.whole(info.shape)):
-            view += whole[slices(box)]
+            view += whole[slices(box)].to(view.device)
     sharded.load_masters(masters)
     sharded.after_update()
     for name, buffer in persistent_buffers(run.parts["model"]).items():
-        buffer.normal_(generator=torch.Generator().manual_seed(seed + len(name)))
+        buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(seed + len(name))))
 
 
 @torch.no_grad()

@@ -103,6 +103,16 @@ def test_several_blocks_of_keys(shape: tuple[int, ...], dtype: torch.dtype) -> N
     assert total(small, [Box.whole(small.shape)]) == defined(small)
 
 
+@pytest.mark.parametrize("blocks", [2, 3, 256])
+def test_slabs_of_several_blocks(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    """As GPUs have them."""
+    tensor = made((4 * 5 * digest.BLOCK + 77,), torch.bfloat16, 2)
+    expected = digest.partial(tensor, tensor.shape)
+    monkeypatch.setattr(digest, "_slab_blocks", lambda device: blocks)
+    assert torch.equal(digest.partial(tensor, tensor.shape), expected)
+    assert total(tensor, pieces(tensor.shape, 3, random.Random(0))) == [value & MASK for value in expected.tolist()]
+
+
 @example_settings(60)
 @given(shapes(3, 9), st.sampled_from(DTYPES[:5]), st.integers(0, 10**6))
 def test_every_single_element_counts(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:

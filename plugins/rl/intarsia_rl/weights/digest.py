@@ -105,9 +105,6 @@ def _runs(shape: Sequence[int], box: Box) -> tuple[int, int]:
     while dimension and (dimension == len(shape) or box.size[dimension] == shape[dimension]):
         dimension -= 1
         run *= box.size[dimension]
-    # Dimensions of one step outside of the run repeat nothing.
-    while dimension and math.prod(box.size[:dimension]) == 1:
-        dimension = 0
     return run, dimension
 
 
@@ -143,9 +140,14 @@ def _sum_run(flat: Tensor, first: int) -> Tensor:
     return torch.stack(totals).sum(0)
 
 
+def _slab_blocks(device: torch.device) -> int:
+    """How many whole blocks are summed at once."""
+    return 1 if device.type == "cpu" else 256
+
+
 def _slabs(low: int, high: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """The words from `low` to `high` in pieces that are parts of one block, or whole blocks: few enough to stay in a CPU's cache, many where launches cost time."""
-    most = BLOCK * (1 if device.type == "cpu" else 256)
+    """The words from `low` to `high` in pieces that are parts of one block, or whole blocks: few, which stay in a CPU's cache, or many, where launches cost time."""
+    most = BLOCK * _slab_blocks(device)
     while low < high:
         inside = BLOCK - low % BLOCK
         length = min(inside, high - low) if inside < BLOCK or high - low < BLOCK else min((high - low) // BLOCK * BLOCK, most)
