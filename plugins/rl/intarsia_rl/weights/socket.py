@@ -7,6 +7,7 @@ connects proves that it knows the run's token, which is part of the location and
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import secrets
 import socket
@@ -176,7 +177,7 @@ class _closing:
 
     def __exit__(self, *_: object) -> None:
         for source in self._sources:
-            source.close()
+            source.end()
 
 
 class _Source:
@@ -186,6 +187,15 @@ class _Source:
         self._place, self._version, self._token = (host, port), location["version"], location["token"]
         self._attempts, self._timeout_s = location["attempts"], location["timeout_s"]
         self._connection: socket.socket | None = None
+        self._ended = False
+
+    def end(self) -> None:
+        """Nobody waits for answers any more: a thread that does is woken, and makes no new connection."""
+        self._ended, connection = True, self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def close(self) -> None:
         """Leave."""
@@ -211,6 +221,8 @@ class _Source:
             except OSError as error:
                 self.close()
                 failure = error
+                if self._ended:
+                    break
                 if attempt + 1 < self._attempts:
                     time.sleep(min(2.0, 0.1 * 2**attempt))
         raise DistributedError(
