@@ -26,7 +26,7 @@ def names_of(task) -> list[str]:
     return [name for names in task.data["turns"] for name in names]
 
 
-@pytest.mark.parametrize("level", [1, 2, 3, 4])
+@pytest.mark.parametrize("level", arithmetic.LEVELS)
 def test_questions_have_their_answers_and_no_split_knows_the_other(level):
     environment = arithmetic.build(ArithmeticConfig(level=level, tasks=300, held_out=50))
     questions = {split: [task.data["question"] for task in environment.tasks(split)] for split in ("train", "held_out")}
@@ -105,7 +105,7 @@ def test_what_is_nearly_right_may_earn_less():
 @pytest.mark.parametrize(
     ("build", "config", "words"),
     [
-        (arithmetic.build, ArithmeticConfig(level=9), "levels are 1, 2, 3, 4"),
+        (arithmetic.build, ArithmeticConfig(level=9), "levels are 0, 1, 2, 3, 4"),
         (arithmetic.build, ArithmeticConfig(partial=1.0), "below 1"),
         (arithmetic.build, ArithmeticConfig(tasks=0), "at least 1"),
         (alphabet_sort.build, AlphabetSortConfig(separator=""), "could tell them apart"),

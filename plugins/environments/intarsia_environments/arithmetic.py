@@ -21,14 +21,14 @@ NUMBER = re.compile(r"-?\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """Questions of `terms` numbers from 0 to `largest`."""
+    """Questions of `terms` numbers from 0 to `largest`; sums alone have no brackets."""
 
     operators: str
     largest: int
     terms: int = 2
 
 
-LEVELS = {1: Level("+", 9), 2: Level("+-", 99), 3: Level("+-*", 999), 4: Level("+-*", 99, 4)}
+LEVELS = {0: Level("+", 2, 4), 1: Level("+", 9), 2: Level("+-", 99), 3: Level("+-*", 999), 4: Level("+-*", 99, 4)}
 MOST_LISTED = 20_000
 """Up to this many questions of a level are all listed; of more, some are drawn."""
 
@@ -36,24 +36,29 @@ MOST_LISTED = 20_000
 def questions(level: Level, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Questions in an order that the seed decides. Its key is the question."""
     chance = random.Random(f"arithmetic {seed}")
-    numbers = range(level.largest + 1)
-    if level.terms == 2 and len(level.operators) * len(numbers) ** 2 <= MOST_LISTED:
-        every = [(a, operator, b) for a, operator, b in itertools.product(numbers, level.operators, numbers)]
+    numbers, flat = range(level.largest + 1), level.terms == 2 or level.operators == "+"
+    if flat and len(level.operators) ** (level.terms - 1) * len(numbers) ** level.terms <= MOST_LISTED:
+        every = [
+            _question(terms, operators)
+            for operators in itertools.product(level.operators, repeat=level.terms - 1)
+            for terms in itertools.product(numbers, repeat=level.terms)
+        ]
         chance.shuffle(every)
-        for a, operator, b in every:
-            yield _question(a, operator, b)
+        yield from every
         return
     for _ in range(MOST_LISTED):
-        if level.terms == 2:
-            yield _question(chance.choice(numbers), chance.choice(level.operators), chance.choice(numbers))
+        if flat:
+            yield _question(chance.choices(numbers, k=level.terms), chance.choices(level.operators, k=level.terms - 1))
         else:
             text, value = _expression(chance, level, level.terms)
             yield text, {"question": text, "answer": str(value)}
 
 
-def _question(a: int, operator: str, b: int) -> tuple[str, dict[str, Any]]:
-    text = f"{a}{operator}{b}"
-    return text, {"question": text, "answer": str(_apply(a, operator, b))}
+def _question(terms: Sequence[int], operators: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    text, value = str(terms[0]), terms[0]
+    for operator, number in zip(operators, terms[1:], strict=True):
+        text, value = f"{text}{operator}{number}", _apply(value, operator, number)
+    return text, {"question": text, "answer": str(value)}
 
 
 def _expression(chance: random.Random, level: Level, terms: int) -> tuple[str, int]:
