@@ -7,6 +7,7 @@ Its policy is arithmetic: a token's state follows from the state before it, the 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
@@ -54,13 +55,11 @@ class CachingGenerator:
         """What is known behind these tokens."""
         state = self._seed
         for image in images:
-            state = _mixed(state, self._cached("images", image, lambda image=image: _mixed(self._seed, image)))
+            state = _mixed(state, self._cached("images", image, functools.partial(_mixed, self._seed, image)))
         for end in range(1, len(tokens) + 1):
             token, before = tokens[end - 1], state
-            encoded = self._cached("encoder", token, lambda token=token: _mixed(self._seed, "encoder", token))
-            state = self._cached(
-                "prefix", (images, tokens[:end]), lambda before=before, encoded=encoded: _mixed(self._seed, before, encoded)
-            )
+            encoded = self._cached("encoder", token, functools.partial(_mixed, self._seed, "encoder", token))
+            state = self._cached("prefix", (images, tokens[:end]), functools.partial(_mixed, self._seed, before, encoded))
         return state
 
     def _cached(self, cache: str, key: Any, make: Callable[[], int]) -> int:
