@@ -16,6 +16,7 @@ from intarsia.plugins import current
 from intarsia_rl.processes.codec import CodecError, MessageTooLarge, check
 from intarsia_rl.processes.failures import words
 from intarsia_rl.processes.plain import config_of
+from intarsia_rl.rubrics import distinct
 
 CLOSE_S = 5.0
 """How long a step that was cancelled may take to end before its episode is closed all the same."""
@@ -39,7 +40,7 @@ class EnvironmentService:
 
     def __init__(self, environment: Environment, answer_bytes: int) -> None:
         self._environment, self._answer_bytes = environment, answer_bytes
-        self._rubrics = {rubric.name: rubric for rubric in environment.rubrics()}
+        self._rubrics = {rubric.name: rubric for rubric in distinct(*environment.rubrics())}
         self._episodes: dict[str, Episode] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}
 
