@@ -90,6 +90,7 @@ class TestInvariant(TestExperts):
     tolerance = 0.0
     invariant = True
     new_tokens = 8
+    draws = 120
 
     def recipe(self) -> Recipe:
         return batch_invariant(experts())

@@ -33,6 +33,7 @@ class GeneratorConformance(GeneratorCase):
 
     Set `entry` and `config` (small caches and steps, so that prompts are cut and blocks run out), override `recipe`. `tolerance` bounds the difference of log-probabilities
     between the generator and a pass over the whole sequence: 0.0 with `invariant` where they are equal bit for bit. One generator serves most tests of a class; a few build another one.
+    `new_tokens` and `draws` bound the time.
     """
 
     # ------------------------------------------------------------ facts and completions
@@ -149,7 +150,7 @@ class GeneratorConformance(GeneratorCase):
 
     def test_tokens_are_drawn_as_the_model_says(self) -> None:
         """First tokens over many seeds have the frequencies of the probabilities, with a temperature and top_k."""
-        stage, generator, prompt, count = self.stage(), self.stage().main(), self.prompts()[2], 400
+        stage, generator, prompt, count = self.stage(), self.stage().main(), self.prompts()[2], self.draws
         settings: dict[str, Any] = {"temperature": 0.8, "top_k": 4, "max_tokens": 1}
         found = self.all_of(generator, [self.request(prompt, seed=seed, **settings) for seed in range(count)])
         log_probs = stage.next_log_probs(stage.seeds[found[0].versions[0]], prompt)

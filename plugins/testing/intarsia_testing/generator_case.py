@@ -25,6 +25,7 @@ class GeneratorCase(Conformance):
     invariant: ClassVar[bool] = False
     timeout_s: ClassVar[float] = 120.0
     new_tokens: ClassVar[int] = 24
+    draws: ClassVar[int] = 400
 
     _stage: ClassVar[Stage | None] = None
     _numbers = itertools.count()
