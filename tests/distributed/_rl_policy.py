@@ -29,7 +29,6 @@ def carried(batch: Batch, layers: int, top_k: int, experts: int) -> Batch:
         "advantages_BS": advantages_BS.where(trained_BS, 0.0),
         "weights_BS": (1.0 / (1 + first_BS % 3)).float().where(trained_BS, 0.0),
         "versions_BS": torch.where(trained_BS, 0, -1).to(torch.int32),
-        "count": int(trained_BS.sum()),
         "version": 0,
     }
     if layers:

@@ -1,4 +1,4 @@
-"""The loss `policy` on meshes, with experts replayed and importance weights of whole sequences: losses, sums and gradients are those of one process."""
+"""The losses `policy` (with experts replayed and importance weights of whole sequences) and `dpo` on meshes: losses, sums and gradients are those of one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from _meshes import Meshes
-from parallel_recipes import write_documents
+from parallel_recipes import write_documents, write_preferences
 
 TOLERANCE = 2e-5
 POLICY = [
@@ -23,6 +23,13 @@ MESHES = {
     "pp2": (2, "deepseek", ["mesh.pp=2", "engine=pipeline", "engine.schedule=1f1b"]),
     "tp2-cp2": (4, "deepseek", ["mesh.tp=2", "mesh.cp=2", "train.micro_batch=8"]),
     "llama-tp2": (2, "llama_tied", ["mesh.tp=2"]),
+}
+
+PAIRS = {
+    "dpo-dp2": (2, []),
+    "dpo-tp2": (2, ["mesh.tp=2"]),
+    "dpo-cp2": (2, ["mesh.cp=2"]),
+    "dpo-pp2": (2, ["mesh.pp=2", "engine=pipeline", "engine.schedule=1f1b"]),
 }
 
 
@@ -63,6 +70,47 @@ def test_a_mesh_equals_one_process(name: str, answers: dict[str, Any]) -> None:
             assert found["steps"][step][what] == pytest.approx(value, rel=TOLERANCE, abs=1e-7), f"{what} of step {step}"
     for rank, each in enumerate(found["by_rank"]):
         assert all(error < TOLERANCE for _, error in each["worst"]), (rank, each["worst"])
+
+
+@pytest.fixture(scope="module")
+def of_pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("pairs")
+    write_preferences(folder)
+
+    def run(name: str, ranks: int, more: list[str], **keys: Any) -> dict[str, Any]:
+        return {"name": name, "ranks": ranks, "recipe": "preferences", "overrides": more, **keys}
+
+    kept = ["checkpoint.every=100", "evaluation.every=0"]
+    with Meshes(folder, 2) as meshes:
+        one = meshes.run([run("one", 1, [], keep="one")])
+        made = meshes.run([run(name, ranks, more, compare="one") for name, (ranks, more) in PAIRS.items()])
+        cut = meshes.run([run("cut", 2, kept, stop_at=2)])
+        yield one | made | cut | meshes.run([run("resumed", 1, [*kept, "mesh.dp_shard=1"], run="cut", resume=True)])
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_on_a_mesh_equal_one_process(name: str, of_pairs: dict[str, Any]) -> None:
+    expected, found = of_pairs["one"], of_pairs[name]
+    assert "error" not in expected, expected["error"]
+    assert "error" not in found, found["error"]
+    assert expected["steps"]["1"]["margin"] == 0.0
+    for step, numbers in expected["steps"].items():
+        assert set(numbers) == set(found["steps"][step])
+        for what, value in numbers.items():
+            assert found["steps"][step][what] == pytest.approx(value, rel=TOLERANCE, abs=2e-6), f"{what} of step {step}"
+    assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=TOLERANCE)
+    for rank, each in enumerate(found["by_rank"]):
+        assert all(error < TOLERANCE for _, error in each["worst"]), (rank, each["worst"])
+
+
+def test_pairs_resume_on_another_number_of_processes(of_pairs: dict[str, Any]) -> None:
+    """The reference goes along: the initial weights are gone."""
+    expected, found = of_pairs["one"], of_pairs["resumed"]
+    assert "error" not in found, found["error"]
+    assert list(found["steps"]) == ["1", "2", "3", "4", "5"]
+    for step, numbers in expected["steps"].items():
+        assert found["steps"][step] == pytest.approx(numbers, rel=TOLERANCE, abs=2e-6)
 
 
 def test_what_is_compared_matters(answers: dict[str, Any]) -> None:

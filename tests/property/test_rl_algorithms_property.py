@@ -67,7 +67,7 @@ def packed(algorithm: Any, rows: list[list[Sample]], advantages: dict[str, float
                     extra["versions_BS"][here] = 0
             at += len(segment.tokens)
         lengths.append((*(len(one.segments[0].tokens) for one in row), size - at))
-    extra |= {"count": sum(algorithm.count(one) for row in rows for one in row), "version": 1}
+    extra["version"] = 1
     documents = documents_of(tuple(lengths))
     return Batch(labels_BS.clamp_min(0), labels_BS, documents, documents, tuple(lengths), extra=extra), hidden_BSD
 
@@ -76,10 +76,12 @@ def step(config: Any, split: list[list[list[Sample]]], advantages: dict[str, flo
     """Loss, gradient of the head and metrics of a step whose micro-batches (of all ranks) are `split`."""
     model, loss = Head(), build(PolicyLossConfig(algorithm=config, chunk=3))
     batches = [packed(loss.algorithm, rows, advantages) for rows in split]
-    count = sum(loss.count(batch) for batch, _ in batches)
-    scale = 1.0 / count if count else 0.0
+    tokens = sum(loss.count(batch) for batch, _ in batches)
+    count = sum(loss.algorithm.count(one) for rows in split for row in rows for one in row)
+    scale = 1.0 / tokens if tokens else 0.0
     total, sums = 0.0, dict[str, float]()
     for batch, hidden_BSD in batches:
+        batch.extra["per_token"] = count / max(1, tokens)
         result = loss(model, hidden_BSD, batch)
         (result.total * scale).backward()
         total += result.total.item() * scale
@@ -119,9 +121,14 @@ def test_any_split_is_all_at_once(config, drawn, random):
 
 
 def test_the_division_is_by_the_counts_of_all():
-    """Two micro-batches, one of 1 token, one of 3, ratios of 1: DAPO's loss is -(a + 3 b) / 4, and not the mean of means."""
+    """Two micro-batches, one of 1 token, one of 3, ratios of 1: DAPO's loss is -(a + 3 b) / 4, and not the mean of means; GRPO's is the mean over the two samples."""
     one, three = sample(0, [False, True], 0.0), sample(1, [False, True, True, True], 0.0)
-    config = DAPOConfig(clip_low=None, clip_high=None)
+    assert divided(DAPOConfig(), one, three, 1.0) == -(4.0 + 3 * 1.0) / 4
+    assert divided(GRPOConfig(), one, three, 2 / 4) == pytest.approx(-(4.0 + 1.0) / 2, rel=1e-12)
+
+
+def divided(config: Any, one: Sample, three: Sample, per_token: float) -> float:
+    """The step's loss."""
     model, loss = Head(), build(PolicyLossConfig(algorithm=config))
     advantages = {one.id: 4.0, three.id: 1.0}
     total = 0.0
@@ -129,5 +136,6 @@ def test_the_division_is_by_the_counts_of_all():
         batch, hidden_BSD = packed(loss.algorithm, [[each]], advantages)
         where_N = (batch.labels_BS != IGNORE).flatten().nonzero().squeeze(1)
         batch.extra["old_log_probs_BS"].view(-1)[where_N] = trained_log_probs(model, hidden_BSD, batch.labels_BS, where_N, 9)[0].detach()
+        batch.extra["per_token"] = per_token
         total += loss(model, hidden_BSD, batch).total.item() / 4
-    assert total == -(4.0 + 3 * 1.0) / 4
+    return total

@@ -313,15 +313,18 @@ def test_the_gap_is_of_this_version_and_of_audited_tokens():
     assert loss.gap is None
 
 
-def test_sums_are_means_over_trained_tokens_after_the_division():
+def test_the_trainers_division_by_tokens_makes_the_algorithms_divisor_and_means_over_tokens():
     model, hidden, loss = Head(), hidden_of(2, 4), build(PolicyLossConfig(algorithm=GRPOConfig()))
     batch = rollouts(LABELS, per_token=2 / 4)  # a count of 2 in the step, 4 trained tokens
     batch.extra["old_log_probs_BS"] = trainers_own(loss, model, hidden, batch)
-    sums = loss(model, hidden, batch).sums
-    assert sums["ratio_mean"].item() / 2 == 1.0
+    result = loss(model, hidden, batch)
+    assert loss.count(batch) == 4
+    assert result.total.item() / 4 == -4.0 / 2 and result.sums["ratio_mean"].item() / 4 == 1.0
     log_p = torch.nn.functional.linear(hidden, model.head_weight_VD).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)[batch.labels_BS != IGNORE].mean()
-    assert sums["entropy"].item() / 2 == pytest.approx(entropy.item(), rel=1e-6)
+    assert result.sums["entropy"].item() / 4 == pytest.approx(entropy.item(), rel=1e-6)
+    batch.extra.update(per_token=0.0, weights_BS=torch.zeros(2, 4))  # nothing counts
+    assert loss(model, hidden, batch).total.item() == 0.0
 
 
 def test_only_the_next_token_of_models_that_predict_further_ahead_counts():
@@ -348,7 +351,7 @@ def test_what_the_loss_needs_is_said():
     plain = Batch(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), ((2,),))
     with pytest.raises(UsageError, match=r"Set data\.loader=rollouts"):
         loss.count(plain)
-    assert loss.count(rollouts(LABELS)) == 2
+    assert loss.count(rollouts(LABELS)) == 4
     cut: Any = SimpleNamespace(cross_entropy=None, head_weight_VD=model.head_weight_VD)
     with pytest.raises(UsageError, match="no `token_log_probs`"):
         loss(cut, hidden, rollouts(LABELS, reference_log_probs_BS=torch.zeros(2, 4)))

@@ -26,8 +26,7 @@ CARRIED = ("old_log_probs", "advantages", "weights", "versions")
 class PolicyLoss:
     """See the module; built with an algorithm.
 
-    Sums beside the algorithm's: `entropy`. All of them are multiplied by `extra["per_token"]` of the batch (the step's count over the step's trained tokens; 1 where it is absent), so
-    that the trainer's one division makes means over trained tokens of them.
+    Sums beside the algorithm's: `entropy`.
 
     `gap` is the largest difference between log-probabilities of the trainer and of a generator with the same weights that was seen since `reset_gap` (None: none was looked for), in this process's part
     of the tokens; `gap_tokens` says of how many tokens. `seen` are the micro-batches trained on since then, as this process had them: each with the places of its trained tokens among B S and their
@@ -52,16 +51,17 @@ class PolicyLoss:
             extra.pop("reference_log_probs", None)
         extra["over_sequence"] = over_sequences(batch, hidden_BSD, where_N)
         total, sums = self.algorithm.loss(log_probs_N, extra)
-        scale = float(batch.extra.get("per_token", 1.0))
-        return LossSum(total, {name: value.detach() * scale for name, value in {"entropy": entropy_N.sum(), **sums}.items()})
+        # A step that nothing counts in has weights of 0 only.
+        total = total / (float(batch.extra.get("per_token", 1.0)) or 1.0)
+        return LossSum(total, {name: value.detach() for name, value in {"entropy": entropy_N.sum(), **sums}.items()})
 
     def count(self, batch: Batch) -> int:
-        """What the micro-batch's samples add to the divisor, as the algorithm counts them."""
-        if "count" not in batch.extra:
+        """Its trained tokens."""
+        if "weights_BS" not in batch.extra:
             raise UsageError(
                 "The loss `policy` learns from rollouts, and the loader gives none. Set data.loader=rollouts, or another loss."
             )
-        return int(batch.extra["count"])
+        return int((batch.labels_BS != IGNORE).sum())
 
     def reset_gap(self) -> None:
         """Forget the differences seen so far: a step begins."""

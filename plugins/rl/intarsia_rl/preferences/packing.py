@@ -55,8 +55,7 @@ def step(lengths: Sequence[tuple[int, int]], size: int, rows: int, ranks: int) -
     being empty. Pure: every rank knows them all."""
     edges = [len(lengths) * edge // ranks for edge in range(ranks + 1)]
     made = [
-        micro_batches([(number, lengths[number]) for number in range(first, last)], size, rows)
-        for first, last in itertools.pairwise(edges)
+        micro_batches([(number, lengths[number]) for number in range(first, last)], size, rows) for first, last in itertools.pairwise(edges)
     ]
     most = max(1, *(len(each) for each in made))
     return [each + [[[] for _ in range(rows)]] * (most - len(each)) for each in made]
