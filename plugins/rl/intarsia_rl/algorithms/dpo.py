@@ -65,7 +65,8 @@ class DPO:
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorded]:
         """Within it every micro-batch that is evaluated leaves (numbers of its pairs, [P, 2] sums of log-probabilities)."""
-        self._recorded = recorded = []
+        recorded: Recorded = []
+        self._recorded = recorded
         try:
             yield recorded
         finally:
