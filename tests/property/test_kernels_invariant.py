@@ -78,7 +78,11 @@ def test_attention_gives_one_result_for_a_token_however_it_comes(dtype, settings
         settings["sinks_H"] = normal(heads, seed=9)
     lengths = (1, 15, 16, 17, 70, 33)
     sequences = [
-        (normal(1, n, heads, dim, seed=n, dtype=dtype), normal(1, n, kv_heads, dim, seed=n + 100, dtype=dtype), normal(1, n, kv_heads, values, seed=n + 200, dtype=dtype))
+        (
+            normal(1, n, heads, dim, seed=n, dtype=dtype),
+            normal(1, n, kv_heads, dim, seed=n + 100, dtype=dtype),
+            normal(1, n, kv_heads, values, seed=n + 200, dtype=dtype),
+        )
         for n in lengths
     ]
     alone = [attend(*each, **settings) for each in sequences]
@@ -89,7 +93,10 @@ def test_attention_gives_one_result_for_a_token_however_it_comes(dtype, settings
     known = attend(*packed, **both, packing=ops.Packing((lengths,)), **settings)
     assert torch.equal(together, torch.cat(alone, 1)) and torch.equal(known, together)
     width = max(lengths)
-    padded = [torch.cat([F.pad(part, (0, 0, 0, 0, 0, width - part.shape[1]), value=7.0) for part in parts]) for parts in zip(*sequences, strict=True)]
+    padded = [
+        torch.cat([F.pad(part, (0, 0, 0, 0, 0, width - part.shape[1]), value=7.0) for part in parts])
+        for parts in zip(*sequences, strict=True)
+    ]
     for b, (n, expected) in enumerate(zip(lengths, alone, strict=True)):
         assert torch.equal(attend(*padded, **settings)[b, :n], expected[0])
     q, k, v = sequences[4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from intarsia import ops
 from intarsia.contracts import IGNORE
 from torch import Tensor
 
@@ -12,8 +13,8 @@ from intarsia_kernels.invariant.products import product
 
 
 def _log_probs(hidden_CD: Tensor, weight_VD: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """log_softmax of the logits [C, V] in float32 (float64 for that dtype), and tanh where there is a softcap."""
-    logits_CV = product(hidden_CD, weight_VD)
+    """log_softmax of the logits [C, V] in float32 (float64 for that dtype), and tanh where there is a softcap. On a GPU logits are made by what is in force for `linear`."""
+    logits_CV = product(hidden_CD, weight_VD) if hidden_CD.device.type == "cpu" else ops.linear(hidden_CD, weight_VD)
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     tanh_CV = None
     if softcap is not None:

@@ -47,6 +47,7 @@ def offer_kernels() -> Sequence[KernelEntry]:
             needs=("cuda", "sm90", "triton"),
             dtypes=("bfloat16",),
             bounds={"*@bfloat16": 2e-2, "*@float32": 2e-5},
+            invariant=True,
             in_compile=True,
             priority=10,
         ),

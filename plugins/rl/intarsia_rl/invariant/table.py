@@ -80,7 +80,7 @@ ROWS = (
     _cuda(
         "router_linear", "Float32 tiles of fixed order; cuBLAS's float32 product depends on the rows up to 16.", "router_linear/ascending"
     ),
-    _cuda("router_sigmoid", _ROW_BY_ROW),
+    _cuda("router_sigmoid", _ROW_BY_ROW, "router_sigmoid/tiled"),
     _cuda("rms_norm", "torch's fused norm: a program for each row."),
     _cuda("rope", _ROW_BY_ROW),
     _cuda("embedding", "A copy."),

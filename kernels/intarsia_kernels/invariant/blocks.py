@@ -1,0 +1,395 @@
+"""Attention in Triton for training and for decoding: blocks of 64 keys at absolute positions, each row of a tile by itself. Shape suffixes as in `intarsia.ops`; N queries and M keys in a line.
+
+A tile's rows are queries of one head, or, where there is one query to a segment, the G query heads that share a key/value head. A row goes through its blocks in ascending order by an online
+softmax in base 2; blocks of which it sees nothing change no bit, so that it does not matter which rows are its neighbours. Scores are masked before they are scaled, in both loops alike. Backward is two kernels
+without atomic sums: one program owns the queries' gradient, one the keys' and values', so that it repeats exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from intarsia.errors import UsageError
+from intarsia.ops import Packing
+from torch import Tensor
+from torch.library import wrap_triton
+
+from intarsia_kernels.direct import direct_op
+from intarsia_kernels.invariant.segments import Segments, of_lengths, segments
+
+KEYS = 64
+"""Positions of a block of keys. Another number gives other bits."""
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _capped(s, softcap):
+    """softcap * tanh(s / softcap), and tanh itself."""
+    t = 2.0 * tl.sigmoid(2.0 * s / softcap) - 1.0
+    return softcap * t, t
+
+
+@triton.jit
+def _scores(q, k, softcap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    slope = tl.full(s.shape, 1.0, tl.float32)
+    if HAS_SOFTCAP:
+        s, t = _capped(s, softcap)
+        slope = 1.0 - t * t
+    return s, slope
+
+
+@triton.jit
+def _load(pointer, index, count, stride, head, head_stride, offsets, width):
+    """Rows `index` of one head, zeros outside of 0 to `count`."""
+    inside = (index >= 0) & (index < count)
+    pointers = pointer + index.to(tl.int64)[:, None] * stride + head * head_stride + offsets[None, :]
+    return tl.load(pointers, mask=inside[:, None] & (offsets < width)[None, :], other=0.0)
+
+
+@triton.jit
+def _block(q, position_q, k_pointer, v_pointer, block, key_count, key_position, kv_head, k_stride, k_head, v_stride, v_head, scale, softcap,
+           window, m, total, o, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEYS: tl.constexpr,
+           HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    position_k = block * KEYS + tl.arange(0, KEYS)
+    index = position_k - key_position
+    k = _load(k_pointer, index, key_count, k_stride, kv_head, k_head, tl.arange(0, BLOCK_D), D)
+    s, _ = _scores(q, k, softcap, HAS_SOFTCAP, PRECISION)
+    if MASKED:
+        distance = position_q[:, None] - position_k[None, :]
+        seen = (distance >= 0) & ((index >= 0) & (index < key_count))[None, :]
+        if HAS_WINDOW:
+            seen = seen & (distance < window)
+        s = tl.where(seen, s, -float("inf"))
+    largest = tl.maximum(m, tl.max(s, axis=1) * scale)
+    p = tl.exp2(s * scale - largest[:, None])
+    kept = tl.exp2(m - largest)
+    v = _load(v_pointer, index, key_count, v_stride, kv_head, v_head, tl.arange(0, BLOCK_DV), DV)
+    total = total * kept + tl.sum(p, axis=1)
+    o = o * kept[:, None]
+    o = tl.dot(p.to(v.dtype), v, o, input_precision=PRECISION)
+    return largest, total, o
+
+
+@triton.jit
+def _forward(q_pointer, k_pointer, v_pointer, sinks_pointer, out_pointer, lse_pointer, table_pointer, scale, softcap, window, heads,
+             q_stride, q_head, k_stride, k_head, v_stride, v_head, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+             BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr,
+             HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    tile, segment = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    table_pointer += segment * 6
+    first, count, position = tl.load(table_pointer), tl.load(table_pointer + 1), tl.load(table_pointer + 2)
+    key_first, key_count, key_position = tl.load(table_pointer + 3), tl.load(table_pointer + 4), tl.load(table_pointer + 5)
+    row = tl.arange(0, ROWS)
+    if PACKED:  # rows are heads of one query
+        query = tl.zeros([ROWS], tl.int32)
+        head = tl.program_id(1) * GROUPS + row
+        valid = row < GROUPS
+        kv_head = tl.program_id(1).to(tl.int64)
+    else:
+        query = tile * ROWS + row
+        head = tl.zeros([ROWS], tl.int32) + tl.program_id(1)
+        valid = query < count
+        kv_head = (tl.program_id(1) // GROUPS).to(tl.int64)
+    if tile * ROWS < count:
+        offsets, offsets_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+        line = (first + query).to(tl.int64)
+        q_pointers = q_pointer + line[:, None] * q_stride + head[:, None] * q_head + offsets[None, :]
+        q = tl.load(q_pointers, mask=valid[:, None] & (offsets < D)[None, :], other=0.0)
+        position_q = position + query
+        k_pointer += key_first.to(tl.int64) * k_stride
+        v_pointer += key_first.to(tl.int64) * v_stride
+        if HAS_SINKS:  # a key without a value, before all others
+            m = tl.load(sinks_pointer + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+            total = tl.full([ROWS], 1.0, tl.float32)
+        else:
+            m = tl.full([ROWS], -1e30, tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+        o = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+        lowest = position + tile * ROWS
+        highest = position if PACKED else position + tl.minimum(tile * ROWS + ROWS, count) - 1
+        begin = key_position // KEYS
+        if HAS_WINDOW:
+            begin = tl.maximum(begin, tl.maximum(lowest - window + 1, 0) // KEYS)
+        end = tl.minimum(highest, key_position + key_count - 1) // KEYS + 1
+        # Blocks that every row sees whole need no mask: they lie before the first row's own, and are filled.
+        whole = begin
+        if not HAS_WINDOW:
+            whole = tl.maximum(begin, tl.minimum((lowest + 1) // KEYS, (key_position + key_count) // KEYS))
+            if key_position % KEYS != 0:
+                whole = begin
+        if key_count > 0:
+            for block in range(begin, whole):
+                m, total, o = _block(q, position_q, k_pointer, v_pointer, block, key_count, key_position, kv_head, k_stride, k_head, v_stride,
+                                     v_head, scale, softcap, window, m, total, o, D, DV, BLOCK_D, BLOCK_DV, KEYS, HAS_SOFTCAP, HAS_WINDOW, False,
+                                     PRECISION)  # fmt: skip
+            for block in range(whole, end):
+                m, total, o = _block(q, position_q, k_pointer, v_pointer, block, key_count, key_position, kv_head, k_stride, k_head, v_stride,
+                                     v_head, scale, softcap, window, m, total, o, D, DV, BLOCK_D, BLOCK_DV, KEYS, HAS_SOFTCAP, HAS_WINDOW, True,
+                                     PRECISION)  # fmt: skip
+        nothing = total == 0.0
+        total = tl.where(nothing, 1.0, total)
+        y = o / total[:, None]
+        place = line * heads + head
+        tl.store(out_pointer + place[:, None] * DV + offsets_v[None, :], y.to(out_pointer.dtype.element_ty),
+                 mask=valid[:, None] & (offsets_v < DV)[None, :])  # fmt: skip
+        tl.store(lse_pointer + place, tl.where(nothing, 0.0, m + tl.log2(total)), mask=valid)
+
+
+@triton.jit
+def _backward_queries(q_pointer, k_pointer, v_pointer, grad_pointer, lse_pointer, delta_pointer, grad_q_pointer, table_pointer, scale, softcap,
+                      window, heads, q_stride, q_head, k_stride, k_head, v_stride, v_head, D: tl.constexpr, DV: tl.constexpr,
+                      BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr,
+                      HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    tile, head, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    table_pointer += segment * 6
+    first, count, position = tl.load(table_pointer), tl.load(table_pointer + 1), tl.load(table_pointer + 2)
+    key_first, key_count, key_position = tl.load(table_pointer + 3), tl.load(table_pointer + 4), tl.load(table_pointer + 5)
+    if tile * ROWS < count:
+        query = tile * ROWS + tl.arange(0, ROWS)
+        valid = query < count
+        offsets, offsets_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+        kv_head = head // GROUPS
+        q_pointer += first.to(tl.int64) * q_stride
+        k_pointer += key_first.to(tl.int64) * k_stride
+        v_pointer += key_first.to(tl.int64) * v_stride
+        q = _load(q_pointer, query, count, q_stride, head, q_head, offsets, D)
+        place = (first + query).to(tl.int64) * heads + head
+        grad = tl.load(grad_pointer + place[:, None] * DV + offsets_v[None, :], mask=valid[:, None] & (offsets_v < DV)[None, :], other=0.0)
+        lse = tl.load(lse_pointer + place, mask=valid, other=0.0)
+        delta = tl.load(delta_pointer + place, mask=valid, other=0.0)
+        position_q = position + query
+        begin = key_position // KEYS
+        if HAS_WINDOW:
+            begin = tl.maximum(begin, tl.maximum(position + tile * ROWS - window + 1, 0) // KEYS)
+        end = tl.minimum(position + tl.minimum(tile * ROWS + ROWS, count) - 1, key_position + key_count - 1) // KEYS + 1
+        grad_q = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        if key_count > 0:
+            for block in range(begin, end):
+                position_k = block * KEYS + tl.arange(0, KEYS)
+                index = position_k - key_position
+                k = _load(k_pointer, index, key_count, k_stride, kv_head, k_head, offsets, D)
+                v = _load(v_pointer, index, key_count, v_stride, kv_head, v_head, offsets_v, DV)
+                s, slope = _scores(q, k, softcap, HAS_SOFTCAP, PRECISION)
+                distance = position_q[:, None] - position_k[None, :]
+                seen = (distance >= 0) & ((index >= 0) & (index < key_count))[None, :]
+                if HAS_WINDOW:
+                    seen = seen & (distance < window)
+                p = tl.where(seen, tl.exp2(s * scale - lse[:, None]), 0.0)
+                grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+                grad_s = p * (grad_p - delta[:, None]) * slope
+                grad_q = tl.dot(grad_s.to(k.dtype), k, grad_q, input_precision=PRECISION)
+        tl.store(grad_q_pointer + place[:, None] * D + offsets[None, :], (grad_q * (scale * 0.6931471805599453)).to(grad_q_pointer.dtype.element_ty),
+                 mask=valid[:, None] & (offsets < D)[None, :])  # fmt: skip
+
+
+@triton.jit
+def _backward_keys(q_pointer, k_pointer, v_pointer, grad_pointer, lse_pointer, delta_pointer, grad_k_pointer, grad_v_pointer, table_pointer,
+                   scale, softcap, window, heads, kv_heads, q_stride, q_head, k_stride, k_head, v_stride, v_head, D: tl.constexpr,
+                   DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+                   GROUPS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    kv_head, segment = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    table_pointer += segment * 6
+    first, count, position = tl.load(table_pointer), tl.load(table_pointer + 1), tl.load(table_pointer + 2)
+    key_first, key_count, key_position = tl.load(table_pointer + 3), tl.load(table_pointer + 4), tl.load(table_pointer + 5)
+    block = key_position // KEYS + tl.program_id(0)
+    if block * KEYS < key_position + key_count:
+        position_k = block * KEYS + tl.arange(0, KEYS)
+        index = position_k - key_position
+        valid_k = (index >= 0) & (index < key_count)
+        offsets, offsets_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+        q_pointer += first.to(tl.int64) * q_stride
+        k = _load(k_pointer + key_first.to(tl.int64) * k_stride, index, key_count, k_stride, kv_head, k_head, offsets, D)
+        v = _load(v_pointer + key_first.to(tl.int64) * v_stride, index, key_count, v_stride, kv_head, v_head, offsets_v, DV)
+        grad_k, grad_v = tl.zeros([KEYS, BLOCK_D], tl.float32), tl.zeros([KEYS, BLOCK_DV], tl.float32)
+        # The first query that sees any of it is the one at its first position.
+        begin = tl.maximum(tl.maximum(block * KEYS, key_position) - position, 0) // ROWS
+        end = tl.cdiv(count, ROWS)
+        if HAS_WINDOW:
+            end = tl.minimum(end, (tl.maximum(block * KEYS + KEYS - 1 + window - position, 0) + ROWS - 1) // ROWS)
+        for group in range(GROUPS):
+            head = kv_head * GROUPS + group
+            for tile in range(begin, end):
+                query = tile * ROWS + tl.arange(0, ROWS)
+                valid = query < count
+                q = _load(q_pointer, query, count, q_stride, head, q_head, offsets, D)
+                place = (first + query).to(tl.int64) * heads + head
+                inside = valid[:, None] & (offsets_v < DV)[None, :]
+                grad = tl.load(grad_pointer + place[:, None] * DV + offsets_v[None, :], mask=inside, other=0.0)
+                lse = tl.load(lse_pointer + place, mask=valid, other=0.0)
+                delta = tl.load(delta_pointer + place, mask=valid, other=0.0)
+                s, slope = _scores(q, k, softcap, HAS_SOFTCAP, PRECISION)
+                distance = (position + query)[:, None] - position_k[None, :]
+                seen = (distance >= 0) & valid_k[None, :] & valid[:, None]
+                if HAS_WINDOW:
+                    seen = seen & (distance < window)
+                p = tl.where(seen, tl.exp2(s * scale - lse[:, None]), 0.0)
+                grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, grad_v, input_precision=PRECISION)
+                grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+                grad_s = p * (grad_p - delta[:, None]) * slope
+                grad_k = tl.dot(tl.trans(grad_s.to(q.dtype)), q, grad_k, input_precision=PRECISION)
+        place_k = (key_first + index).to(tl.int64) * kv_heads + kv_head
+        tl.store(grad_k_pointer + place_k[:, None] * D + offsets[None, :], (grad_k * (scale * 0.6931471805599453)).to(grad_k_pointer.dtype.element_ty),
+                 mask=valid_k[:, None] & (offsets < D)[None, :])  # fmt: skip
+        tl.store(grad_v_pointer + place_k[:, None] * DV + offsets_v[None, :], grad_v.to(grad_v_pointer.dtype.element_ty),
+                 mask=valid_k[:, None] & (offsets_v < DV)[None, :])  # fmt: skip
+
+
+def _named(q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, scale: float, softcap: float | None, window: int | None) -> dict[str, Any]:
+    """Arguments that all three kernels share."""
+    return {
+        "scale": scale * LOG2E,
+        "softcap": 1.0 if softcap is None else softcap,
+        "window": window or 0,
+        "heads": q_NHD.shape[1],
+        "q_stride": q_NHD.stride(0),
+        "q_head": q_NHD.stride(1),
+        "k_stride": k_MKD.stride(0),
+        "k_head": k_MKD.stride(1),
+        "v_stride": v_MKD.stride(0),
+        "v_head": v_MKD.stride(1),
+        "D": q_NHD.shape[2],
+        "DV": v_MKD.shape[2],
+        "BLOCK_D": max(16, triton.next_power_of_2(q_NHD.shape[2])),
+        "BLOCK_DV": max(16, triton.next_power_of_2(v_MKD.shape[2])),
+        "KEYS": KEYS,
+        "GROUPS": q_NHD.shape[1] // k_MKD.shape[1],
+        "HAS_SOFTCAP": softcap is not None,
+        "HAS_WINDOW": window is not None,
+        "PRECISION": "ieee",
+    }
+
+
+@direct_op("intarsia::block_attention")
+def block_attention(
+    q_NHD: Tensor,
+    k_MKD: Tensor,
+    v_MKD: Tensor,
+    sinks_H: Tensor | None,
+    table: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    queries: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention of lines of tokens by segments (`Segments.table`), [N, H, Dv], and the base-2 logarithm of each row's sum of exponentials, float32 [N, H]. `queries` are the most of a segment."""
+    out = q_NHD.new_zeros(*q_NHD.shape[:2], v_MKD.shape[2])
+    lse = torch.zeros(q_NHD.shape[:2], dtype=torch.float32, device=q_NHD.device)
+    groups = q_NHD.shape[1] // k_MKD.shape[1]
+    packed = queries == 1 and groups > 1
+    # One warp where a tile has few rows: with more, a row's sum would cross them, in another order.
+    rows = max(16, triton.next_power_of_2(groups)) if packed else (64 if queries > 16 else 16)
+    if out.numel():
+        grid = (1 if packed else triton.cdiv(queries, rows), k_MKD.shape[1] if packed else q_NHD.shape[1], table.shape[0])
+        wrap_triton(_forward)[grid](
+            q_NHD,
+            k_MKD,
+            v_MKD,
+            q_NHD if sinks_H is None else sinks_H,
+            out,
+            lse,
+            table,
+            **_named(q_NHD, k_MKD, v_MKD, scale, softcap, window),
+            ROWS=rows,
+            PACKED=packed,
+            HAS_SINKS=sinks_H is not None,
+            num_warps=1 if rows == 16 else 4,
+            num_stages=2,
+        )
+    return out, lse
+
+
+@direct_op("intarsia::block_attention_backward")
+def block_attention_backward(
+    q_NHD: Tensor,
+    k_MKD: Tensor,
+    v_MKD: Tensor,
+    grad_NHD: Tensor,
+    lse_NH: Tensor,
+    delta_NH: Tensor,
+    table: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    queries: int,
+    keys: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by queries, keys and values. Each is written by one program: it repeats exactly."""
+    grad_q = torch.zeros(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
+    grad_k = torch.zeros(k_MKD.shape, dtype=k_MKD.dtype, device=q_NHD.device)
+    grad_v = torch.zeros(v_MKD.shape, dtype=v_MKD.dtype, device=q_NHD.device)
+    if grad_q.numel() and grad_k.numel():
+        named = _named(q_NHD, k_MKD, v_MKD, scale, softcap, window)
+        rows = 64 if max(q_NHD.shape[2], v_MKD.shape[2]) <= 128 else 32
+        operands = (q_NHD, k_MKD, v_MKD, grad_NHD, lse_NH, delta_NH)
+        grid = (triton.cdiv(queries, rows), q_NHD.shape[1], table.shape[0])
+        wrap_triton(_backward_queries)[grid](*operands, grad_q, table, **named, ROWS=rows, num_warps=4, num_stages=2)
+        grid = (triton.cdiv(keys, KEYS) + 1, k_MKD.shape[1], table.shape[0])
+        wrap_triton(_backward_keys)[grid](
+            *operands, grad_k, grad_v, table, kv_heads=k_MKD.shape[1], **named, ROWS=rows, num_warps=4, num_stages=2
+        )
+    return grad_q, grad_k, grad_v
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, where: Segments, *settings: Any) -> Tensor:
+        out, lse = block_attention(q, k, v, sinks_H, where.table, *settings, where.queries)
+        ctx.save_for_backward(q, k, v, sinks_H, out, lse)
+        ctx.where, ctx.settings = where, settings
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        q, k, v, sinks_H, out, lse = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        delta = (grad.float() * out.float()).sum(-1)
+        where: Segments = ctx.where
+        found = block_attention_backward(q, k, v, grad, lse, delta, where.table, *ctx.settings, where.queries, where.keys)
+        grad_sinks = None
+        if sinks_H is not None:
+            # Queries of no segment have no result, and delta 0.
+            grad_sinks = -(torch.exp2(sinks_H.float() * LOG2E - lse) * delta).sum(0).to(sinks_H.dtype)
+        return *found, grad_sinks, None, *(None,) * len(ctx.settings)
+
+
+def attention(
+    q_BSHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+    documents_q_BS: Tensor | None = None,
+    documents_k_BT: Tensor | None = None,
+    positions_q_BS: Tensor | None = None,
+    positions_k_BT: Tensor | None = None,
+    packing: Packing | None = None,
+) -> Tensor:
+    """As `intarsia.ops.attention`, for segments of consecutive positions. UsageError for other masks."""
+    if q_BSHD.dtype != k_BTKD.dtype or q_BSHD.dtype != v_BTKD.dtype:
+        raise UsageError(f"attention/blocks takes one dtype, and was given {q_BSHD.dtype}, {k_BTKD.dtype} and {v_BTKD.dtype}.")
+    rows, queries = q_BSHD.shape[:2]
+    if not q_BSHD.numel():
+        return q_BSHD.new_zeros(*q_BSHD.shape[:3], v_BTKD.shape[-1])
+    where = segments(rows, queries, k_BTKD.shape[1], q_BSHD.device, documents_q_BS, documents_k_BT, positions_q_BS, positions_k_BT, packing)
+    q_NHD, k_MKD, v_MKD = (_dense(x) for x in (q_BSHD.flatten(0, 1), where.line(k_BTKD), where.line(v_BTKD)))
+    out = _Attention.apply(q_NHD, k_MKD, v_MKD, sinks_H, where, scale, window, softcap)
+    return out.unflatten(0, (rows, queries))
+
+
+def _dense(x_NHD: Tensor) -> Tensor:
+    return x_NHD if x_NHD.stride(-1) == 1 else x_NHD.contiguous()
+
+
+def prepare(packing: Packing, windows: Any, documents_BS: Tensor) -> None:
+    """The segments of a packed batch, for all layers."""
+    packing.prepared["segments", documents_BS.device] = of_lengths(packing.lengths, documents_BS.device)
+
+
+attention.prepare = prepare  # type: ignore[attr-defined]

@@ -1,0 +1,103 @@
+"""The Triton pair of the batch-invariant mode under Triton's interpreter, where triton is installed: numbers against float64, gradients, and rows that come packed, in chunks and one at a time.
+
+The interpreter multiplies by another library than a GPU, so that bits are compared for calls that have one tile shape; tests/gpu compares them all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+CODE = '''
+import torch
+from triton.runtime import interpreter
+
+plain = interpreter._patch_lang_tensor
+
+def patched(tensor, scope):
+    """numpy 2.4 makes no number of an array of one element."""
+    plain(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+interpreter._patch_lang_tensor = patched
+from intarsia import ops
+from intarsia_kernels.invariant.ascending import linear, router_linear
+from intarsia_kernels.invariant.blocks import attention
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+def near(found, expected, bound=2e-5):
+    error = float((found.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
+    assert found.shape == expected.shape and error < bound, error
+
+def gradients(function, leaves, **settings):
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    out = function(*leaves, **settings)
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.cos(torch.arange(out.numel(), dtype=out.dtype)).view(out.shape))]
+
+for rows, inputs, outputs in ((1, 15, 63), (17, 70, 5)):
+    exact = [normal(rows, inputs), normal(outputs, inputs, seed=1), normal(outputs, seed=2)]
+    wanted = gradients(ops.linear.reference, exact)
+    for one, other in zip(gradients(linear, [each.float() for each in exact]), wanted, strict=True):
+        near(one, other)
+    x, weight = exact[0].float(), exact[1].float()
+    assert torch.equal(linear(x, weight)[-1:], linear(x[-1:], weight)) and torch.equal(router_linear(x, weight), linear(x, weight))
+
+def compare(heads, kv_heads, dim, values, lengths, queries=None, sinks=False, **settings):
+    tokens = sum(lengths)
+    exact = [normal(1, tokens, heads, dim), normal(1, tokens, kv_heads, dim, seed=1), normal(1, tokens, kv_heads, values, seed=2)]
+    if queries:
+        exact[0] = exact[0][:, -queries:]
+    mask = {}
+    if len(lengths) > 1:
+        documents = torch.cat([torch.full((1, n), i, dtype=torch.int32) for i, n in enumerate(lengths)], 1)
+        mask = {"documents_q_BS": documents, "documents_k_BT": documents}
+    def call(function):
+        def run(q, k, v, *rest):
+            return function(q, k, v, scale=0.3, sinks_H=rest[0] if rest else None, **mask, **settings)
+        return run
+    leaves = exact + ([normal(heads, seed=3)] if sinks else [])
+    wanted = gradients(call(ops.attention.reference), leaves)
+    for one, other in zip(gradients(call(attention), [each.float() for each in leaves]), wanted, strict=True):
+        near(one, other)
+
+compare(2, 1, 16, 16, (5, 70))
+compare(2, 2, 24, 8, (70,), queries=3)
+compare(4, 2, 16, 16, (66,), queries=1)
+compare(2, 1, 16, 16, (20, 3), window=6, softcap=2.0, sinks=True)
+
+# Packed = alone = in a chunk = from slots in disorder, some empty.
+lengths = (7, 69, 2)
+q, k, v = (normal(1, sum(lengths), n, 16, seed=n).float() for n in (2, 1, 1))
+documents = torch.cat([torch.full((1, n), i, dtype=torch.int32) for i, n in enumerate(lengths)], 1)
+packed = attention(q, k, v, scale=0.3, documents_q_BS=documents, documents_k_BT=documents)
+known = attention(q, k, v, scale=0.3, documents_q_BS=documents, documents_k_BT=documents, packing=ops.Packing((lengths,)))
+own = [x[:, 7:76] for x in (q, k, v)]
+alone = attention(*own, scale=0.3)
+assert torch.equal(packed, known) and torch.equal(packed[:, 7:76], alone)
+chunk = attention(own[0][:, 30:69], own[1], own[2], scale=0.3)
+assert torch.equal(chunk, alone[:, 30:69])
+order = torch.randperm(80, generator=torch.Generator().manual_seed(0))
+slots = torch.full((1, 80), -1)
+slots[0, order[:69]] = torch.arange(69)
+pages = [torch.full((1, 80, 1, 16), 5.0) for _ in range(2)]
+for page, part in zip(pages, own[1:]):
+    page[0, order[:69]] = part[0]
+place = {"positions_q_BS": torch.arange(40, 69)[None], "positions_k_BT": slots, "documents_k_BT": slots.clamp(max=0)}
+assert torch.equal(attention(own[0][:, 40:], *pages, scale=0.3, **place), alone[:, 40:])
+one = attention(own[0][:, 68:], *pages, scale=0.3, **{**place, "positions_q_BS": torch.tensor([[68]])})
+near(one, alone[:, 68:].double(), 1e-6)
+nothing = attention(own[0][:, 68:], *pages, scale=0.3, documents_k_BT=torch.full((1, 80), -1), positions_q_BS=torch.tensor([[68]]), positions_k_BT=slots)
+assert not nothing.any()
+print("done")
+'''
+
+if importlib.util.find_spec("triton"):
+
+    def test_the_triton_pair_under_the_interpreter() -> None:
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=240, check=False)
+        assert run.returncode == 0 and run.stdout.strip() == "done", run.stdout + run.stderr

@@ -1,0 +1,108 @@
+"""The table of the batch-invariant mode, the transform that follows it, and what is refused by name before a run."""
+
+from __future__ import annotations
+
+import chz
+import pytest
+from intarsia import ops, plugins
+from intarsia.config import resolve
+from intarsia.contracts import KernelEntry
+from intarsia.errors import UsageError
+from intarsia_rl.invariant import table
+from intarsia_rl.invariant.check import check_recipe, kernel_problems, problems
+from intarsia_rl.invariant.parity.command import _listing, _supported
+
+
+def recipe(name="llama3/debug", *overrides):
+    return resolve(name, ("train.device=cpu", *overrides), ("batch_invariant",)).recipe
+
+
+def refusals(of, choices=None):
+    return " ".join(problems(of, plugins.current(), table.kernels("cpu") if choices is None else choices, {}))
+
+
+def test_every_operator_has_a_row_on_every_device_and_every_kernel_promises_invariance():
+    offered = {entry.full_name: entry for entry in plugins.current().registry("kernel").entries() if isinstance(entry, KernelEntry)}
+    for device in ("cpu", "cuda"):
+        assert set(table.operators(device)) == set(ops.operators())
+        for op in table.operators(device):
+            for row in table.rows_of(op, device):
+                if row.kernel == "reference":
+                    assert ops.operators()[op].invariant, op
+                else:
+                    entry = offered[row.kernel]
+                    assert entry.op == op and entry.invariant and set(row.dtypes) <= set(entry.dtypes), row.kernel
+                    assert device == "cuda" or "cuda" not in entry.needs, row.kernel
+
+
+@pytest.mark.parametrize("name", ["llama3/debug", "deepseek_v3/debug"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_transform_chooses_what_the_check_takes(name, dtype):
+    made = recipe(name, f"precision.compute={dtype}")
+    choices = ops.select(made.kernels, plugins.current(), ("cpu",), dtype, invariant=True).choices
+    check_recipe(made, plugins.current(), {op: choice.kernel for op, choice in choices.items()}, {})
+
+
+def test_the_transform_keeps_a_kernel_of_the_table_that_was_named_and_drops_others():
+    from intarsia_rl.invariant.transform import batch_invariant
+
+    before = chz.replace(resolve("llama3/debug", ("train.device=cuda",)).recipe, kernels={"linear": "ascending", "attention": "sdpa"})
+    kernels = batch_invariant(before).kernels
+    assert kernels["linear"] == "intarsia-kernels:linear/ascending" and kernels["attention"] == "intarsia-kernels:attention/blocks"
+
+
+def test_a_kernel_outside_of_the_table_is_refused_by_name():
+    found = refusals(recipe(), {**table.kernels("cpu"), "linear": "intarsia-kernels:onednn"})
+    assert "Kernel 'intarsia-kernels:onednn' of operator 'linear'" in found and "linear/tiled is" in found
+
+
+def test_an_operator_outside_of_the_table_is_refused_by_name():
+    assert "Operator 'third_party_mix' is not in its table for cpu" in refusals(recipe(), {"third_party_mix": "reference"})
+
+
+def test_a_kernel_that_sums_in_the_order_of_the_batch_is_refused_where_it_is_chosen():
+    """Even where its entry lies: by name, and by selection where it does not even promise."""
+    with pytest.raises(UsageError, match=r"onednn.*does not promise results that are independent of the batch"):
+        ops.select({**recipe().kernels, "linear": "onednn"}, plugins.current(), ("cpu", "onednn", "avx512"), "float32", invariant=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("compile.mode=model", "compile.mode is model"),
+        ("mesh.tp=2", "mesh.tp=2"),
+        ("precision.compute=float16", "precision.compute is float16"),
+        ("sharder.payload=fp8", "float8"),
+    ],
+)
+def test_settings_that_break_it_are_refused(override, words):
+    assert words in refusals(recipe("llama3/debug", override))
+
+
+def test_parts_of_a_model_that_break_it_are_refused():
+    made = recipe("deepseek_v3/debug")
+    layers = made.model.layers
+    number = next(n for n, layer in enumerate(layers) if hasattr(layer.feed_forward, "router"))
+    assert "jitter" in refusals(recipe("deepseek_v3/debug", f"model.layers.{number}.feed_forward.router.jitter=0.1"))
+
+
+def test_the_environment_is_checked():
+    kernels = {"linear": "intarsia-kernels:linear/unsplit"}
+    for environment, words in (({}, "it is not set"), ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, "':4096:8'")):
+        (found,) = kernel_problems(kernels, "cuda", "bfloat16", environment)
+        assert "CUBLAS_WORKSPACE_CONFIG=:0:0" in found and words in found
+    assert not kernel_problems(kernels, "cuda", "bfloat16", {"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+    assert "float32" in kernel_problems(kernels, "cuda", "float32", {"CUBLAS_WORKSPACE_CONFIG": ":0:0"})[0]
+    assert "ONEDNN" in kernel_problems({}, "cpu", "float32", {"ONEDNN_DEFAULT_FPMATH_MODE": "bf16"})[0]
+
+
+def test_all_reasons_are_given_at_once():
+    with pytest.raises(UsageError, match=r"compile.mode(.|\n)*mesh.tp=2(.|\n)*parity --list"):
+        check_recipe(recipe("llama3/debug", "compile.mode=model", "mesh.tp=2"), plugins.current(), table.kernels("cpu"), {})
+
+
+def test_the_list_names_every_kernel_and_reason():
+    text, facts = _listing(), _supported()
+    for row in table.ROWS:
+        assert row.kernel in text and row.why in text
+    assert facts["devices"]["cpu"]["dtypes"] == ["float32", "bfloat16"] and "intarsia-models-common:mla" in facts["components"]
