@@ -28,7 +28,7 @@ class Level:
     terms: int = 2
 
 
-LEVELS = {0: Level("+", 2, 4), 1: Level("+", 9), 2: Level("+-", 99), 3: Level("+-*", 999), 4: Level("+-*", 99, 4)}
+LEVELS = {0: Level("+", 2, 5), 1: Level("+", 9), 2: Level("+-", 99), 3: Level("+-*", 999), 4: Level("+-*", 99, 4)}
 MOST_LISTED = 20_000
 """Up to this many questions of a level are all listed; of more, some are drawn."""
 

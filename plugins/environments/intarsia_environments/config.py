@@ -13,7 +13,7 @@ class ArithmeticConfig(EnvironmentConfig):
 
     level: int = chz.field(
         default=1,
-        doc="0: sums of four digits from 0 to 2; 1: sums of two digits; 2: sums and differences of two numbers below 100; 3: products as well, below 1000; 4: four numbers, with brackets.",
+        doc="0: sums of five digits from 0 to 2; 1: sums of two digits; 2: sums and differences of two numbers below 100; 3: products as well, below 1000; 4: four numbers, with brackets.",
     )
     tasks: int = chz.field(default=2000, doc="Tasks of the split train, at most: a low level has fewer.")
     held_out: int = chz.field(default=200, doc="Tasks of the split held_out, at most. No question is in both.")

@@ -85,7 +85,7 @@ def _debug(
             mixture=(MixturePart(source=StdlibConfig(limit=1)),),
         ),
         optimizer=AdamWConfig(lr=lr, weight_decay=0.0, betas=(0.9, 0.95)),
-        schedule=WSDConfig(warmup_steps=10, decay=0.3),
+        schedule=WSDConfig(warmup_steps=10, decay=0.2),
         loss=PolicyLossConfig(algorithm=GRPOConfig()),
         engine=EagerConfig(),
         sharder=FlexShardConfig(),
@@ -97,13 +97,13 @@ def _debug(
 def alphabet_sort_debug() -> Recipe:
     """Sort two letters of eight, then a third one between them: two turns, a reward for every place."""
     environment = AlphabetSortConfig(letters=8, length=1, first=2, more=1, turns=2, separator="", instructions="")
-    return _debug("alphabet-sort-debug", environment, CharactersConfig(alphabet="abcdefgh", roles=ROLES), 14, steps=200)
+    return _debug("alphabet-sort-debug", environment, CharactersConfig(alphabet="abcdefgh", roles=ROLES), 14, steps=250, group=16)
 
 
 def arithmetic_debug() -> Recipe:
-    """Sums of two digits."""
-    environment = ArithmeticConfig(level=1, instructions="")
-    return _debug("arithmetic-debug", environment, CharactersConfig(alphabet="0123456789+", roles=ROLES), 17, steps=300)
+    """Sums of five digits from 0 to 2."""
+    environment = ArithmeticConfig(level=0, partial=0.1, instructions="")
+    return _debug("arithmetic-debug", environment, CharactersConfig(alphabet="0123456789+", roles=ROLES), 17, steps=250, groups=8, group=16)
 
 
 def code_debug() -> Recipe:
