@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from intarsia.config import Recipe
 from intarsia.errors import UsageError
-from intarsia_rl.contracts import Generated, Generator, Request, Sampling, WeightVersion
+from intarsia.plugins import current
+from intarsia_rl.contracts import Generated, Generator, GeneratorContext, Request, Sampling, WeightVersion
 
 from intarsia_testing.base import Conformance
 from intarsia_testing.generator_stage import Stage
@@ -31,6 +32,12 @@ class GeneratorCase(Conformance):
     _numbers = itertools.count()
 
     # ------------------------------------------------------------ what is tested
+
+    async def build(self, config: Any, context: GeneratorContext) -> Generator:
+        """A generator under test; override it where that is in another process."""
+        entry = current().entry_of(config)
+        built: Generator = current().target(entry)(config, context)
+        return built
 
     def recipe(self) -> Recipe:
         """A recipe whose model is small and whose weights are large enough to tell a wrong cache: `initial_std` about 0.2. Its tokenizer decodes what the model says."""
@@ -55,7 +62,7 @@ class GeneratorCase(Conformance):
         """What the tests of this class share."""
         if type(self)._stage is None:
             config = self.given_configs()[0]
-            type(self)._stage = Stage(self.recipe(), config, invariant=self.invariant, timeout_s=self.timeout_s)
+            type(self)._stage = Stage(self.recipe(), config, self.build, invariant=self.invariant, timeout_s=self.timeout_s)
         found = type(self)._stage
         assert found is not None, "it was made"
         return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import tempfile
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import chz
@@ -41,7 +41,16 @@ class Stage:
     `dtype` is what weights are computed with (the recipe's `precision.compute`). Versions go up over all tests of a class, so that one generator serves them all.
     """
 
-    def __init__(self, recipe: Recipe, config: Any, *, invariant: bool, timeout_s: float) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: Any,
+        make: Callable[[Any, GeneratorContext], Coroutine[Any, Any, Generator]],
+        *,
+        invariant: bool,
+        timeout_s: float,
+    ) -> None:
+        self._make = make
         self.recipe, self.config, self.invariant, self.timeout_s = recipe, config, invariant, timeout_s
         self.loop = asyncio.new_event_loop()
         self.seeds: dict[int, int] = {0: recipe.train.seed}
@@ -76,13 +85,8 @@ class Stage:
     def build(self, initial: bool = False) -> Generator:
         """A fresh generator, without weights unless `initial`."""
 
-        async def made() -> Generator:
-            context = GeneratorContext(self.recipe, current(), invariant=self.invariant, initial=initial)
-            entry = current().entry_of(self.config)
-            built: Generator = current().target(entry)(self.config, context)
-            return built
-
-        generator = self.run(made())
+        context = GeneratorContext(self.recipe, current(), invariant=self.invariant, initial=initial)
+        generator = self.run(self._make(self.config, context))
         self._generators.append(generator)
         return generator
 

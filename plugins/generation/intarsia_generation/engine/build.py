@@ -31,7 +31,7 @@ GPU_CACHE_SHARE = 0.6
 def build(config: LocalConfig, context: GeneratorContext) -> LocalGenerator:
     """The generator of a run. Its weights are unfilled unless `context.initial`."""
     recipe, plugins = context.recipe, context.plugins
-    device = devices.select(config.device)
+    device = placed(devices.select(config.device), context.index)
     dtype = recipe.precision.compute if config.dtype == "auto" else config.dtype
     if dtype not in DTYPE_BYTES or not getattr(torch, dtype).is_floating_point:
         floating = [name for name in DTYPE_BYTES if getattr(torch, name).is_floating_point]
@@ -56,6 +56,14 @@ def build(config: LocalConfig, context: GeneratorContext) -> LocalGenerator:
     capabilities = ["forced", *(["routes"] if has_routers(model) else []), *(["invariant"] if context.invariant else [])]
     facts = GeneratorFacts("local", recipe.model.vocab_size, sizes.max_tokens, sizes.max_sequences, tuple(capabilities))
     return LocalGenerator(engine, facts, functools.partial(plugins.build, recipe.data.tokenizer))
+
+
+def placed(device: torch.device, index: int) -> torch.device:
+    """Of several GPUs the last for generator 0, the one before for the next: the trainer's ranks begin at the first."""
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    return torch.device("cuda", (count - 1 - index) % count)
 
 
 def kernels_of(config: LocalConfig, context: GeneratorContext, device: torch.device, dtype: str) -> ops.Selection:

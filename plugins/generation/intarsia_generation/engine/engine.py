@@ -78,6 +78,11 @@ class Engine:
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.busy_s = 0.0
 
+    def attach(self) -> None:
+        """Called once by a thread that is going to call the others."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     # ------------------------------------------------------------ requests
 
     def add(self, job: Job) -> None:

@@ -170,6 +170,7 @@ class LocalGenerator:
 
     def _work(self) -> None:
         """Commands, then a step, and again; asleep where there is nothing to compute."""
+        self._engine.attach()
         did_something = False
         while not self._closed:
             self._obey(wait=not did_something)

@@ -1,0 +1,71 @@
+"""The generator `local` in a process of its own keeps its promises through calls, messages and shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chz
+from intarsia.config import Recipe
+from intarsia.plugins import current
+from intarsia_eager.config import WholeConfig
+from intarsia_generation.engine.config import LocalConfig
+from intarsia_llama3.config import llama3
+from intarsia_rl.contracts import Generator, GeneratorContext
+from intarsia_rl.processes.config import LocalProcessesConfig
+from intarsia_rl.processes.plain import plain_config, plain_recipe
+from intarsia_rl.processes.remote import RemoteGenerator
+from intarsia_testing import GeneratorConformance
+
+
+class Remote(GeneratorConformance):
+    entry = "intarsia-generation:local"
+    config = LocalConfig(block=4, max_sequences=4, max_batch_tokens=24, max_tokens=80, device="cpu")
+    new_tokens = 12
+    draws = 100
+
+    def recipe(self) -> Recipe:
+        found: Any = current().registry("recipe").find("llama3/debug")
+        sizes: Any = {
+            "dim": 32,
+            "layers": 2,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 8,
+            "hidden": 48,
+            "vocab_size": 264,
+            "max_positions": 128,
+        }
+        model = llama3(**sizes, initial_std=0.2, embedding_std=0.5)
+        return chz.replace(current().target(found)(), model=model, sharder=WholeConfig(), kernels={"*": "reference"})
+
+    async def build(self, config: Any, context: GeneratorContext) -> Generator:
+        arguments = {
+            "config": plain_config(config, current()),
+            "recipe": plain_recipe(context.recipe, current()),
+            "invariant": context.invariant,
+            "initial": context.initial,
+            "index": context.index,
+        }
+        launcher = current().build(LocalProcessesConfig())
+        process = await launcher.start("generator", "intarsia_rl.processes.generator_service:serve", arguments, threads=1)
+        return await RemoteGenerator.connect(process)
+
+
+def test_promises_are_kept_in_another_process() -> None:
+    case = Remote()
+    try:
+        for promise in (
+            case.test_completions_are_the_models,
+            case.test_forced_tokens_are_scored,
+            case.test_tokens_are_told_as_they_come,
+            case.test_requests_continue_with_new_weights,
+            case.test_requests_are_drained,
+            case.test_versions_do_not_go_back,
+            case.test_torn_weights_are_never_served,
+            case.test_pause_that_finishes,
+            case.test_abort,
+            case.test_impossible_requests_are_usage_errors,
+        ):
+            promise()
+    finally:
+        Remote.teardown_class()
