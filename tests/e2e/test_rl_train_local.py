@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,26 +11,27 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from intarsia_checkpoint_formats.reader import open_checkpoint
 from intarsia_console.events import read_events
 from intarsia_rl.controller.writer import files, read
 
 RUN = (
-    "train.steps=5", "train.sequence_length=32", "checkpoint.every=2", "data.loader.groups=4", "data.loader.group=4", "data.loader.max_lag=0",
+    "train.steps=12", "train.sequence_length=32", "checkpoint.every=2", "data.loader.groups=4", "data.loader.group=4", "data.loader.max_lag=0",
     "data.loader.held_out.tasks=4", "data.loader.held_out.at_start=false",
 )  # fmt: skip
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """A run in a process of its own."""
     command = [sys.executable, "-c", "from intarsia.cli import run; run()", "train", *arguments, "--quiet"]
     return subprocess.Popen(
-        command, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command, cwd=folder, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
 
 
 def ended(process: subprocess.Popen[str]) -> None:
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
 
 
@@ -46,28 +48,50 @@ def weights(path: Path, step: int) -> dict[str, bytes]:
     return {key: checkpoint.read(key).numpy().tobytes() for key in list(checkpoint.keys()) if key.startswith("model/")}
 
 
+def kill_children(running: subprocess.Popen[str], path: Path) -> list[str]:
+    """Kill a generator and an environment worker of a run that has just begun again; their kinds."""
+    end, found = time.monotonic() + 240, {}
+    while running.poll() is None and time.monotonic() < end:
+        begun = len([event for event in read_events(path) if event["event"] == "generators"]) == 2
+        if begun and len(found) == 3:
+            break
+        for folder in Path("/proc").glob("[0-9]*") if len(found) < 3 else ():
+            with contextlib.suppress(OSError):
+                words = (folder / "cmdline").read_bytes().decode().split("\0")
+                if "intarsia_rl.processes" in words and (folder / "cwd").resolve() == path.parent.resolve():
+                    found[words[words.index("intarsia_rl.processes") + 1].partition("-")[0]] = int(folder.name)
+    for kind in ("generator", "environment"):
+        os.kill(found[kind], signal.SIGKILL)
+    return sorted(kind for kind in found if kind != "controller")
+
+
+@pytest.mark.timeout(900)
 def test_a_run_with_the_embedded_generator_is_killed_and_goes_on_exactly(tmp_path: Path) -> None:
-    """In batch-invariant mode, at lag 0: the run that was killed ends with the very weights, rollouts and losses of one that was not."""
+    """In batch-invariant mode, at lag 0: the run that was killed, and whose generator and worker were killed after it went on, ends with the very weights, rollouts and losses of one that was not."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    running = start("arithmetic/debug", "--with", "batch_invariant", "--dir", str(broken), *RUN)
+    running = start(tmp_path, "arithmetic/debug", "--with", "batch_invariant", "--dir", str(broken), *RUN)
     end = time.monotonic() + 240
     while 3 not in events(broken, "rollouts") and running.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
     os.kill(running.pid, signal.SIGKILL)
     running.communicate(timeout=60)
-    assert 5 not in events(broken, "step"), "killed too late for this test"
-    ended(start("arithmetic/debug", "--with", "batch_invariant", "--dir", str(whole), *RUN))
-    ended(start("--resume", str(broken)))
+    assert 12 not in events(broken, "step"), "killed too late for this test"
+    ended(start(tmp_path, "arithmetic/debug", "--with", "batch_invariant", "--dir", str(whole), *RUN))
+    running = start(tmp_path, "--resume", str(broken))
+    killed = kill_children(running, broken)
+    ended(running)
+    assert killed == ["environment", "generator"]
     for path in (whole, broken):
         found = events(path, "rollouts")
-        assert sorted(found) == [1, 2, 3, 4, 5] and all(
+        assert sorted(found) == list(range(1, 13)) and all(
             event["trained_samples"] == 16 and event["lag"]["max"] == 0 for event in found.values()
         )
         assert all(event["gap"] == 0.0 and event["gap_tokens"] > 0 for event in found.values()), (
             "trainer and generator are equal bit for bit"
         )
-        assert events(path, "held_out")[5]["samples"] == 4
-    assert [event["step"] for event in read_events(broken) if event["event"] == "resume"] in ([2], [4])
+        assert events(path, "held_out")[12]["samples"] == 4
+    assert [event["step"] for event in read_events(broken) if event["event"] == "resume"] in ([2], [4], [6])
     assert rollouts(whole) == rollouts(broken)
+    assert sum(events(broken, "rollouts")[12]["kills"].values()) == 2
     losses = [{step: (event["loss"], event["gradient_norm"]) for step, event in events(path, "step").items()} for path in (whole, broken)]
-    assert losses[0] == losses[1] and weights(whole, 5) == weights(broken, 5)
+    assert losses[0] == losses[1] and weights(whole, 12) == weights(broken, 12)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorial" / "own-environment.md").read_text("utf-8")
 SMALLER = {"train.steps": "2"}
 MORE = ("data.loader.groups=2", "data.loader.group=2", "data.loader.held_out.tasks=2")
@@ -41,6 +43,7 @@ def commands() -> list[list[str]]:
     return found
 
 
+@pytest.mark.timeout(900)
 def test_the_tutorial(tmp_path: Path) -> None:
     write_files(tmp_path)
     environment = os.environ | {

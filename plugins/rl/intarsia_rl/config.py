@@ -22,7 +22,10 @@ class SamplingConfig(Config):
 class HeldOutConfig(Config):
     """Greedy rollouts on held-out tasks."""
 
-    every: int | None = chz.field(default=None, doc="Steps between evaluations; none: at the end only; 0: never.")
+    every: int | None = chz.field(
+        default=None,
+        doc="Steps between evaluations; none: at the end only (where core's evaluation is: evaluation.every=0 leaves that one out); 0: never.",
+    )
     at_start: bool = chz.field(default=True, doc="Evaluate before the first step as well.")
     split: str = chz.field(default="held_out", doc="The environment's split.")
     tasks: int = chz.field(default=64, doc="How many of its tasks, the first ones.")
@@ -31,7 +34,8 @@ class HeldOutConfig(Config):
 
 @chz.chz(typecheck=True)
 class RolloutsConfig(LoaderConfig):
-    """Batches of rollouts: tasks of an environment, tried by the policy that is being trained. A step trains on `groups` groups of `group` tries at one task."""
+    """Batches of rollouts: tasks of an environment, tried by the policy that is being trained. A step trains on `groups` groups of `group` tries at one task, in as many rows as they
+    need: `train.global_batch` has no say."""
 
     environment: EnvironmentConfig = chz.field(doc="The environment.")
     generator: GeneratorConfig = chz.field(doc="What generates.")
