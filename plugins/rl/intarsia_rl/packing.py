@@ -99,12 +99,12 @@ def micro_batches(samples: Sequence[Weighed], packing: Packing, rank: int, ranks
     return [_stack(mine[edges[each] : edges[each + 1]] or [[]], packing, numbers, shape) for each in range(number)]
 
 
-def routes_shape(rows: Sequence[Sequence[Piece]]) -> tuple[int, int]:
-    """(MoE layers, K) of the step's routes; (0, 0) where there are none."""
+def routes_shape(rows: Sequence[Sequence[Piece]]) -> tuple[int, int] | None:
+    """(MoE layers, K) of the step's routes; None where there are none: samples of an evaluation come without."""
     shapes = {piece.segment.routes.shape[1:] for row in rows for piece in row if piece.segment.routes is not None}
     if len(shapes) > 1:
         raise AssertionError(f"routes of several shapes in one step: {sorted(shapes)}")
-    return next(iter(shapes), (0, 0))
+    return next(iter(shapes), None)
 
 
 def _stack(rows: Sequence[Sequence[Piece]], packing: Packing, numbers: Mapping[str, float], routes: tuple[int, int] | None) -> Batch:
