@@ -242,7 +242,8 @@ def _named(q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, scale: float, softcap: f
     """Arguments that all three kernels share."""
     return {
         "scale": scale * LOG2E,
-        "softcap": 1.0 if softcap is None else softcap,
+        # Scores are capped before they are scaled: c tanh(s scale / c) = scale c' tanh(s / c') for c' = c / scale.
+        "softcap": 1.0 if softcap is None else softcap / scale,
         "window": window or 0,
         "heads": q_NHD.shape[1],
         "q_stride": q_NHD.stride(0),

@@ -111,7 +111,7 @@ def _of_masks(
         if documents_q_BS is not None:
             valid = valid & (documents_k_BT == documents_q_BS[:, :1])
     far = torch.iinfo(torch.int64).max
-    ranked, order_BT = torch.where(valid, position_k, far).sort(1, stable=True)
+    ranked, order_BT = torch.where(valid, position_k, far).sort(dim=1, stable=True)
     counts, first_k, first_q = valid.sum(1), ranked[:, 0], position_q[:, 0]
     steps = torch.arange(keys, device=device)
     inside = steps < counts[:, None]
