@@ -104,6 +104,17 @@ def test_requests_of_one_prompt_share_its_full_blocks_in_the_very_same_step():
     assert advance(made)["0"][0] == 0
 
 
+def test_what_was_generated_is_found_by_the_next_turn():
+    made = scheduler(budget=64)
+    first = job("turn 1", range(5), max_tokens=6)
+    made.add(first)
+    while first.finish is None:
+        advance(made)
+    assert first.tokens == [0, 1, 2, 3, 4, *[7] * 6]
+    made.add(job("turn 2", [*first.tokens, 50, 51], 1))
+    assert advance(made) == {"turn 2": (8, 13, False)}  # the 11th token was never computed, so that the third block was never full
+
+
 def test_the_token_before_the_first_undecided_one_is_always_computed():
     made = scheduler(budget=64)
     made.add(job("one", range(8), max_tokens=1))

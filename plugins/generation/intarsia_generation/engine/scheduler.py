@@ -81,7 +81,7 @@ class Scheduler:
             for job in [each for each in self.running if (each.needed - each.computed == 1) == is_decode]:
                 size = min(job.needed - job.computed, left)
                 # A request that lost its blocks to one before it in this very plan is no longer among those that run.
-                if size > 0 and job.row >= 0 and self._make_room(job, job.computed + size, chunks):
+                if size > 0 and job.row >= 0 and self._make_room(job, job.computed + size):
                     chunks.append(self._chunk(job, size, size == 1))
                     left -= size
         for chunk in chunks:
@@ -127,8 +127,11 @@ class Scheduler:
                 return
             yield block, parent
 
-    def _make_room(self, job: Job, end: int, chunks: list[Chunk]) -> bool:
-        """Blocks for the first `end` tokens, where needed those of the last request in order; False where that is the request itself."""
+    def _make_room(self, job: Job, end: int) -> bool:
+        """Blocks for the first `end` tokens, where needed those of the last request in order; False where that is the request itself.
+
+        Prompts were given theirs when they began, so that this is for requests that are continued; they are planned in order, and the last has no part in the plan yet.
+        """
         while len(job.blocks) * self.pool.size < end:
             block = self.pool.take()
             if block is not None:
@@ -136,9 +139,6 @@ class Scheduler:
                 continue
             last = self.running[-1]
             self.preemptions += 1
-            for chunk in [each for each in chunks if each.job is last]:
-                chunks.remove(chunk)
-                last.computed = chunk.start
             self.put_back(last)
             if last is job:
                 return False
