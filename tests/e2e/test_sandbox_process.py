@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -252,6 +253,20 @@ def test_further_paths_can_be_read_and_not_written(tmp_path):
     box = build(ProcessSandboxConfig(paths=(str(tmp_path),)))
     code = f"print(open({str(tmp_path / 'data')!r}).read())\ntry: open({str(tmp_path / 'data')!r}, 'w')\nexcept OSError as error: print(error.errno)"
     assert run(code, sandbox=box).output == "shown\n30\n"
+
+
+def test_commands_wait_for_their_turn_and_their_clock_with_them():
+    box = build(ProcessSandboxConfig(unconfined=True, at_once=1))
+    limits = dataclasses.replace(LIMITS, seconds=5.0)
+
+    async def several() -> list[float]:
+        code = "import time; begin = time.time(); time.sleep(0.4); print(begin)"
+        return [float(done.output) for done in await asyncio.gather(*(box.run([*PYTHON, code], limits=limits) for _ in range(3)))]
+
+    begun = sorted(asyncio.run(several()))
+    assert all(later - earlier >= 0.4 for earlier, later in itertools.pairwise(begun))
+    with pytest.raises(UsageError, match="at_once"):
+        build(ProcessSandboxConfig(at_once=0))
 
 
 @pytest.mark.parametrize("paths", [("relative",), ("/",), ("/no/such/folder",), ("/usr/..",)])

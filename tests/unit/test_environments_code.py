@@ -199,7 +199,7 @@ def test_limits_reach_the_sandbox():
     code = environment(sandbox, seconds=2.0, memory_mb=100, python=("python3",))
     play(code, code.tasks("train")[0], "x")
     ((command, limits),) = sandbox.commands
-    assert command == ["python3", "main.py"] and (limits.seconds, limits.memory_bytes) == (2.0, 100 << 20)
+    assert command == ["python3", "main.py"] and (limits.cpu_seconds, limits.seconds, limits.memory_bytes) == (2.0, 8.0, 100 << 20)
 
 
 def test_the_harness_holds_no_answer():

@@ -70,7 +70,7 @@ class CodeConfig(EnvironmentConfig):
     runs: float = chz.field(
         default=0.1, doc="Reward of a function that runs on every test and is right on none; each right one adds to it, up to 1."
     )
-    seconds: float = chz.field(default=5.0, doc="Time that all tests of one try may take.")
+    seconds: float = chz.field(default=5.0, doc="CPU time that all tests of one try may take; on the clock four times as much.")
     memory_mb: int = chz.field(default=256, doc="Memory that they may take, in MiB.")
     sandbox: SandboxConfig = chz.field(default_factory=ProcessSandboxConfig, doc="Where the functions run.")
     python: tuple[str, ...] = chz.field(default=(), doc="The command of an interpreter in the sandbox; empty: this one.")

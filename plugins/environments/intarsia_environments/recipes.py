@@ -1,7 +1,9 @@
 """Runs that learn from rewards on a laptop's CPU. Torch-free.
 
 What the numbers were chosen by: a policy with few ids finds right answers by chance, and a graded reward leads to them one token at a time. Fresh weights drawn with a deviation
-of 0.06 (0.5 for embeddings) and a learning rate of 1e-3 learn; at 3e-3 entropy collapses before the answers are right.
+of 0.06 (0.5 for embeddings) and a learning rate of 1e-3 learn; at 3e-3 entropy collapses before the answers are right, and so it does in smaller steps than of 256 samples, for some
+seeds. Seen: alphabet_sort/debug, held-out reward 0.08 at first, 0.92 after 150 steps and 0.94 after 200; arithmetic/debug with half as many samples in a step 0.05 at first and 0.81 after
+200. code/debug is there to be run, and learns little in its steps.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ def alphabet_sort_debug() -> Recipe:
 def arithmetic_debug() -> Recipe:
     """Sums of five digits from 0 to 2."""
     environment = ArithmeticConfig(level=0, partial=0.1, instructions="")
-    return _debug("arithmetic-debug", environment, CharactersConfig(alphabet="0123456789+", roles=ROLES), 17, steps=250, groups=8, group=16)
+    return _debug("arithmetic-debug", environment, CharactersConfig(alphabet="0123456789+", roles=ROLES), 17, steps=300, group=16)
 
 
 def code_debug() -> Recipe:

@@ -22,3 +22,7 @@ class ProcessSandboxConfig(SandboxConfig):
         default=(),
         doc="Further files and folders that commands may read, at their own places; the system's programs and this Python are always there.",
     )
+    at_once: int | None = chz.field(
+        default=None,
+        doc="Commands that run at one time, over all of a process that shares a sandbox; others wait, and their limits with them. None: one for each CPU.",
+    )

@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,9 @@ class ProcessSandbox:
 
     def __init__(self, config: ProcessSandboxConfig):
         self._config = config
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+        if config.at_once is not None and config.at_once < 1:
+            raise UsageError(f"process sandbox: at_once is {config.at_once}; it must be at least 1, or none for one for each CPU.")
         for path in config.paths:
             if not os.path.isabs(path) or not os.path.exists(path) or os.path.normpath(path) == "/":
                 raise UsageError(f"process sandbox: paths names {path!r}; it must be an absolute path that exists, and not the root.")
@@ -86,12 +90,15 @@ class ProcessSandbox:
         given = await asyncio.to_thread(probe, self._paths())
         confined = self._is_confined(given)
         asked = _request(command, files or {}, stdin, bounds, self._paths(), unconfined=not confined)
-        begin = time.monotonic()
-        running = await _Running.start(asked)
-        try:
-            answer, output, errors, flooded = await running.finish(bounds)
-        finally:
-            await running.end()
+        # A clock that others' commands use up would make results depend on what else is running.
+        turns = self._turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._config.at_once or len(os.sched_getaffinity(0))))
+        async with turns:
+            begin = time.monotonic()
+            running = await _Running.start(asked)
+            try:
+                answer, output, errors, flooded = await running.finish(bounds)
+            finally:
+                await running.end()
         return _completed(command, answer, output, errors, flooded, time.monotonic() - begin, bounds)
 
     def _is_confined(self, given: Mapping[str, Any]) -> bool:

@@ -1,0 +1,41 @@
+"""The recipes of several turns and of code train as a user calls them, with the embedded generator: what is trained on is what was generated."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from intarsia_console.events import read_events
+from intarsia_sandbox import process
+
+SMALL = (
+    "train.steps=2", "data.loader.groups=2", "data.loader.group=2", "data.loader.held_out.tasks=2", "data.loader.held_out.at_start=false",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "turns"), [("alphabet_sort/debug", (), 2), ("code/debug", ("data.loader.environment.sandbox.unconfined=true",), 2)]
+)
+def test_recipes_train(recipe: str, more: tuple[str, ...], turns: int, tmp_path: Path) -> None:
+    if recipe.startswith("code") and "refused" not in process.probe(process.readable(())):
+        more = ()
+    command = [sys.executable, "-c", "from intarsia.cli import run; run()", "train", recipe, "--dir", "run", "--quiet", *SMALL, *more]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    events = [event for event in read_events(tmp_path / "run") if event["event"] == "rollouts"]
+    assert [event["step"] for event in events] == [1, 2] and all(event["samples"] == 4 and not event["failures"] for event in events)
+    assert all(event["gap"] is None or event["gap"] < 1e-4 for event in events if "gap" in event)
+    for step in (1, 2):
+        samples = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / f"step-{step:06}.jsonl").read_text().splitlines()]
+        for sample in samples:
+            (segment,) = sample["segments"]
+            said = [turn["tokens"] for turn in sample["turns"] if turn["role"] == "assistant"]
+            trained = [token for token, flag in zip(segment["tokens"], segment["trained"], strict=True) if flag == "1"]
+            assert trained == [token for tokens in said for token in tokens] and 1 <= len(said) <= turns
+            assert all(version >= 0 for version, flag in zip(segment["versions"], segment["trained"], strict=True) if flag == "1")
