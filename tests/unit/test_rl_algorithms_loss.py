@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -355,3 +357,9 @@ def test_what_the_loss_needs_is_said():
     cut: Any = SimpleNamespace(cross_entropy=None, head_weight_VD=model.head_weight_VD)
     with pytest.raises(UsageError, match="no `token_log_probs`"):
         loss(cut, hidden, rollouts(LABELS, reference_log_probs_BS=torch.zeros(2, 4)))
+
+
+def test_the_controllers_side_imports_no_torch():
+    modules = "intarsia_rl.algorithms.grpo, intarsia_rl.algorithms.rloo, intarsia_rl.preferences.config, intarsia_rl.plugin"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
