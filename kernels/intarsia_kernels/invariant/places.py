@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from intarsia.errors import UsageError
@@ -146,7 +147,7 @@ def _queries_with_keys(segment_q: Tensor, names: Tensor) -> tuple[Tensor, Tensor
     return query_from, found[query_from]
 
 
-def _refuse(what: str) -> None:
+def _refuse(what: str) -> NoReturn:
     raise UsageError(
         f"attention/tiled: two {what} of one document have the same position, and a tile has one place for each. Give each its own document, or choose another kernel."
     )

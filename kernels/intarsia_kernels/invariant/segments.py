@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from intarsia.errors import UsageError
@@ -96,7 +96,8 @@ def _of_masks(
     positions_k_BT: Tensor | None,
 ) -> Segments:
     if positions_q_BS is None and positions_k_BT is None:
-        if queries != keys or documents_q_BS is None or documents_k_BT is None or not torch.equal(documents_q_BS, documents_k_BT):
+        alike = documents_q_BS is not None and documents_k_BT is not None and torch.equal(documents_q_BS, documents_k_BT)
+        if documents_k_BT is None or not alike or queries != keys:
             _refuse("documents of queries that are not those of the keys, without positions")
         return _of_documents(documents_k_BT.expand(rows, keys).tolist(), device)
     if documents_q_BS is not None and documents_k_BT is not None and bool((documents_q_BS != documents_q_BS[:, :1]).any()):
@@ -142,5 +143,5 @@ def _of_documents(documents: Sequence[Sequence[int]], device: torch.device) -> S
     return Segments(torch.tensor(table, dtype=torch.int32).to(device), None, longest, longest)
 
 
-def _refuse(what: str) -> None:
+def _refuse(what: str) -> NoReturn:
     raise UsageError(f"Invariant attention on a GPU takes no {what}. Choose another kernel, or give each document rows of its own.")
