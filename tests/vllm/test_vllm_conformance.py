@@ -1,4 +1,4 @@
-"""The generator `vllm` keeps every promise of generators, bit for bit the trainer's: dense in bfloat16, latent attention and experts in float32. Prompts are cut, blocks run out."""
+"""The generator `vllm` keeps every promise of generators, bit for bit the trainer's: dense with windows and sinks, latent attention and experts. Prompts are cut, blocks run out."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def dense() -> Recipe:
     )
     first, second = model.layers
     second = chz.replace(second, attention=chz.replace(second.attention, window=6, sinks=True))
-    recipe = chz.replace(debug("llama3/debug"), model=chz.replace(model, layers=(first, second)))
-    return chz.replace(recipe, precision=chz.replace(recipe.precision, compute="bfloat16"))
+    return chz.replace(debug("llama3/debug"), model=chz.replace(model, layers=(first, second)))
 
 
 def experts() -> Recipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import math
 import os
 import shutil
@@ -287,6 +288,9 @@ class VllmGenerator:
         self._closed = True
         engine, self.engine = self.engine, None
         await asyncio.to_thread(engine.shutdown, 1.0)
+        # Else it is collected when the interpreter ends, where it calls what is not there any more.
+        del engine
+        gc.collect()
         shutil.rmtree(self._home, ignore_errors=True)
 
     async def _attach(self) -> None:
