@@ -15,6 +15,8 @@ from intarsia.config import Recipe
 from intarsia.config.resolve import resolve
 from intarsia.plugins import current
 from intarsia_eager.context import TrainContext
+from intarsia_generation.engine.build import build as build_local
+from intarsia_generation.engine.config import LocalConfig
 from intarsia_rl.algorithms.operators import token_log_probs
 from intarsia_rl.contracts import Generated, GeneratorContext, Request, Sampling
 from intarsia_rl.weights.build import build_model, fill_initial
@@ -61,6 +63,22 @@ class Side:
 
         return self.loop.run(all_of_them())
 
+    def embedded(self, *requests: tuple[Sequence[int], Sampling, Sequence[int]], routes: bool = False) -> list[Generated]:
+        """The same by the generator `local`."""
+
+        async def all_of_them() -> list[Generated]:
+            context = GeneratorContext(self.recipe, current(), invariant=True, initial=True)
+            generator = build_local(LocalConfig(max_tokens=256, cache_bytes=64 << 20, device="cpu"), context)
+            made = [
+                Request(f"request-{number}", tuple(tokens), sampling, tuple(forced), routes)
+                for number, (tokens, sampling, forced) in enumerate(requests)
+            ]
+            found = await asyncio.gather(*map(generator.generate, made))
+            await generator.close()
+            return list(found)
+
+        return self.loop.run(all_of_them())
+
     def train(self, rows: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]) -> list[tuple[float, ...]]:
         """The trainer's log-probabilities of completions: rows of packed (prompt, completion), padded to the longest."""
         width = max(sum(len(p) + len(c) for p, c in row) for row in rows)
@@ -96,26 +114,26 @@ def side(request: pytest.FixtureRequest) -> Iterator[Side]:
     made.loop.close()
 
 
-def prompts(count: int, first: int = 5, step: int = 11) -> list[list[int]]:
+def prompts(count: int, first: int = 5, step: int = 15) -> list[list[int]]:
     return [[(i * 7 + k * 13 + k * i) % 250 for i in range(first + step * k)] for k in range(count)]
 
 
-GREEDY = Sampling(24, temperature=0.0)
+GREEDY = Sampling(12, temperature=0.0)
 
 
 def test_decoding_gives_the_trainers_log_probabilities(side: Side) -> None:
-    asked = prompts(6)
-    found = side.generate(*((prompt, Sampling(24, seed=number), ()) for number, prompt in enumerate(asked)))
-    assert [len(each.tokens) for each in found] == [24] * 6
+    asked = prompts(4)
+    found = side.generate(*((prompt, Sampling(12, seed=number), ()) for number, prompt in enumerate(asked)))
+    assert [len(each.tokens) for each in found] == [12] * 4
     pairs = [(prompt, each.tokens) for prompt, each in zip(asked, found, strict=True)]
-    packed = side.train([pairs[:2], pairs[2:5], pairs[5:]])
+    packed = side.train([pairs[:1], pairs[1:4]])
     alone = [side.train([[pair]])[0] for pair in pairs]
     assert packed == alone
     assert [each.log_probs for each in found] == alone
 
 
 def test_batch_is_alone_and_a_cached_prefix_is_fresh(side: Side) -> None:
-    asked = [list(reversed(prompt)) for prompt in prompts(6)]
+    asked = [list(reversed(prompt)) for prompt in prompts(4)]
     together = side.generate(*((prompt, GREEDY, ()) for prompt in asked))
     alone = [side.generate((prompt, GREEDY, ()))[0] for prompt in asked]
     assert [each.tokens for each in together] == [each.tokens for each in alone]
@@ -124,7 +142,7 @@ def test_batch_is_alone_and_a_cached_prefix_is_fresh(side: Side) -> None:
 
 
 def test_a_prompt_in_chunks_is_a_prompt_at_once(side: Side) -> None:
-    (prompt,) = [[(i * i + 3) % 250 for i in range(3 * CHUNK + 7)]]
+    (prompt,) = [[(i * i + 3) % 250 for i in range(2 * CHUNK + 7)]]
     found = side.generate((prompt, GREEDY, ()))[0]
     assert found.cached_tokens == 0
     assert found.log_probs == side.train([[(prompt, found.tokens)]])[0]
@@ -133,7 +151,24 @@ def test_a_prompt_in_chunks_is_a_prompt_at_once(side: Side) -> None:
 def test_forced_tokens_are_scored_as_they_were_generated(side: Side) -> None:
     asked = prompts(4, first=9)
     found = side.generate(*((prompt, GREEDY, ()) for prompt in asked))
-    scored = side.generate(*((prompt, Sampling(24), each.tokens) for prompt, each in zip(asked, found, strict=True)))
+    scored = side.generate(*((prompt, Sampling(12), each.tokens) for prompt, each in zip(asked, found, strict=True)))
     assert [each.log_probs for each in scored] == [each.log_probs for each in found]
     assert [each.tokens for each in scored] == [each.tokens for each in found]
     assert {each.finish for each in scored} == {"length"}
+
+
+def test_the_embedded_generator_gives_the_same(side: Side) -> None:
+    """Greedy and drawn tokens, log-probabilities of forced ones, and the experts of a mixture."""
+    asked = prompts(3, first=7)
+    jobs = [
+        (asked[0], GREEDY, ()),
+        (asked[1], Sampling(12, temperature=0.7, top_p=0.9, seed=5), ()),
+        (asked[2], Sampling(12, top_k=20, min_p=0.01, seed=6), ()),
+        (asked[1], Sampling(8), asked[0][:8]),
+        (asked[2], Sampling(8, seed=7), asked[0][:4]),
+    ]
+    routes = "routes" in side.generator.facts.capabilities
+    found, expected = side.generate(*jobs, routes=routes), side.embedded(*jobs, routes=routes)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.tokens, one.log_probs, one.finish, one.routes) == (other.tokens, other.log_probs, other.finish, other.routes)
+        assert (one.routes is not None) == routes
