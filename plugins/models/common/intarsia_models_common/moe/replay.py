@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -73,14 +73,20 @@ def number_layers(layers: nn.Module) -> None:
 def record(number: int | None, experts_NK: Tensor) -> None:
     """Note a layer's choice where somebody asked for it; `number` None is a layer that nobody replays."""
     if number is not None and _recorder.routes is not None:
-        _note(_recorder.routes, number, experts_NK)
+        _outside()(_recorder.routes, number, experts_NK)
 
 
-@torch.compiler.disable
 def _note(routes: RecordedRoutes, number: int, experts_NK: Tensor) -> None:
     # Within a backward pass the layer runs for the second time.
     if torch._C._current_graph_task_id() == -1:
         routes.layers.setdefault(number, []).append(experts_NK.detach().to(torch.int16))
+
+
+def _outside() -> Callable[[RecordedRoutes, int, Tensor], None]:
+    """`_note`, kept out of compiled regions by a decorator that imports the compiler: not for those who only load a model."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(_note)
+    return _note
 
 
 def forced_experts(context: Any, number: int | None) -> Tensor | None:
