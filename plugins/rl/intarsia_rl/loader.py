@@ -117,11 +117,11 @@ class RolloutsLoader:
         weights = self._transport.publish(step, self._attached().parts)
         self._published.append(step)
         self._on_first(lambda: self._tell(step, weights))
+        self._begun, self._state = True, {}  # on every rank: from now on the controller has it
 
     def _tell(self, step: int, weights: Any) -> None:
         if not self._begun:
             facts = self._call("begin", step, self._state or None)
-            self._begun, self._state = True, {}
             self._attached().record("generators", count=self._config.generators, **facts)
         self._call("new_weights", weights)
 

@@ -25,8 +25,8 @@ class RolloutWriter:
 
     def resume(self, step: int) -> None:
         """Drop what a run that is resumed after `step` finished steps will do again."""
-        for kind, number, path in files(self._folder):
-            if number > step or (kind == "held_out" and number == step):
+        for _, number, path in files(self._folder):
+            if number > step:
                 path.unlink(missing_ok=True)
 
     def write(self, kind: str, number: int, lines: Sequence[Mapping[str, Any]]) -> None:
