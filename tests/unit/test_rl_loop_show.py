@@ -106,8 +106,16 @@ def test_one_sample_token_by_token(run: Path, capsys: pytest.CaptureFixture[str]
     ]
     assert "FAILED at tool after 3 attempts: it broke" in shown(capsys, str(run), "--failure", "tool")[0]
     assert shown(capsys, str(run), "--min-reward", "0", "--limit", "2")[-1] == "2 of 7 samples (--limit 0 shows all)"
+    assert shown(capsys, str(run), "--step", "1", "--limit", "1")[-1] == "1 of 2 samples (--limit 0 shows all)"
     [record] = [json.loads(line) for line in shown(capsys, str(run), "--json", "--sample", "0/0")]
     assert record["gap"] == 0.25 and record["segments"][0]["text"] == "7 0 1 2" and record["segments"][0]["routes"] == {"shape": [3, 1, 1]}
+
+
+def test_what_weights_moved_is_not_called_a_gap(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run / "rollouts" / "step-000001.jsonl"
+    path.write_text(path.read_text().replace('"lag": 0', '"lag": 1').replace('"lag":0', '"lag":1'))
+    line, *rest = shown(capsys, str(run), "--sample", "0/0", "--tokens")
+    assert "lag 1 moved 2.5e-01" in line and any(row.split()[-1:] == ["moved"] for row in rest)
 
 
 def test_torn_lines_are_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +140,7 @@ def test_a_run_that_goes_on_drops_what_it_will_do_again(run: Path) -> None:
         (["{run}", "--step", "7"], "there are 1 to 3"),
         (["{run}", "--step", "x"], "is no step N and no range"),
         (["{run}", "--lenght", "7"], "unrecognized arguments"),
+        (["{run}", "--failure", "sandbx"], "invalid choice: 'sandbx'"),
     ],
 )
 def test_what_cannot_be_shown(run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:

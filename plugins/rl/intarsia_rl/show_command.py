@@ -10,14 +10,17 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from intarsia.contracts import Boundary
 from intarsia.errors import UsageError
 from intarsia.train.events import FILE
 
 from intarsia_rl.controller.writer import FOLDER, files, read
 
 Record = Mapping[str, Any]
+BOUNDARIES: tuple[str, ...] = get_args(Boundary)
+LIMIT = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,18 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-reward", type=float, help="only with at least this reward")
     parser.add_argument("--max-reward", type=float, help="only with at most this reward")
     parser.add_argument(
-        "--failure", metavar="BOUNDARY", help="only failures at model, tool, sandbox, scorer or environment; any: all of them"
+        "--failure", metavar="BOUNDARY", choices=("any", *BOUNDARIES), help=f"only failures at {', '.join(BOUNDARIES)}; any: all of them"
     )
     parser.add_argument("--min-length", type=int, help="only with at least this many generated tokens")
     parser.add_argument("--max-length", type=int, help="only with at most this many generated tokens")
     parser.add_argument("--truncated", action="store_true", help="only what a limit ended")
-    parser.add_argument("--limit", type=int, default=20, help="how many samples to list (default 20; 0: all)")
+    parser.add_argument("--limit", type=int, help=f"how many samples to list (default {LIMIT}; 0: all)")
     parser.add_argument(
         "--tokens",
         action="store_true",
         help="print the samples token by token: log-probability, version, and its gap to the trainer's",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON: the table of steps, or with any filter the samples, one a line")
+    parser.add_argument("--json", action="store_true", help="print JSON: the table of steps, or the samples, one a line")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,12 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
         add_events(rows, arguments.directory, kind)
         print(json.dumps(rows, indent=2) if arguments.json else "\n".join(table(rows)))
         return 0
+    limit = LIMIT if arguments.limit is None else arguments.limit
     shown = count = 0
     for record in records:
         if not matches(record, arguments):
             continue
         count += 1
-        if arguments.limit and count > arguments.limit:
+        if limit and count > limit:
             continue
         shown += 1
         if arguments.json:
@@ -97,7 +101,7 @@ def steps_of(text: str | None) -> tuple[int, int]:
 
 def filtered(arguments: argparse.Namespace) -> bool:
     """Whether samples are asked for, and not the table of steps."""
-    names = ("task", "sample", "status", "min_reward", "max_reward", "failure", "min_length", "max_length")
+    names = ("task", "sample", "status", "min_reward", "max_reward", "failure", "min_length", "max_length", "limit")
     return arguments.truncated or arguments.tokens or any(getattr(arguments, name) is not None for name in names)
 
 
@@ -224,8 +228,14 @@ def one_line(record: Record) -> str:
     parts = " ".join(f"{name} {value:g}" for name, value in record["rewards"].items())
     said = " | ".join(text_of(turn) for turn in record["turns"] if turn["role"] == "assistant")
     marks = ("cut " if record["truncated"] else "") + (f"lag {record['lag']} " if "lag" in record else "")
-    gap = gap_of(record)
-    return f"{head}  reward {record['reward']:g} ({parts})  {length_of(record)} tokens {marks}{'' if gap is None else f'gap {gap_text(gap)} '} {short(said)}"
+    gap, length = gap_of(record), length_of(record)
+    apart = "" if gap is None else f"{apart_name(record)} {gap_text(gap)} "
+    return f"{head}  reward {record['reward']:g} ({parts})  {length} token{'' if length == 1 else 's'} {marks}{apart} {short(said)}"
+
+
+def apart_name(record: Record) -> str:
+    """What the difference to the trainer's log-probabilities is called: the gap of a step is taken under equal weights, of a sample with lag most is what the weights moved."""
+    return "moved" if record.get("lag") else "gap"
 
 
 def text_of(turn: Record) -> str:
@@ -253,7 +263,7 @@ def token_lines(record: Record) -> Iterator[str]:
         yield f"    {turn['role']}{actor}: {short(text_of(turn), 2000)}"
     for place, segment in enumerate(record["segments"]):
         yield f"    segment {place} of {segment['actor']}, {len(segment['tokens'])} tokens"
-        yield f"    {'place':>7} {'id':>8} {'log-prob':>12} {'version':>8} {'gap':>10}"
+        yield f"    {'place':>7} {'id':>8} {'log-prob':>12} {'version':>8} {apart_name(record):>10}"
         rows = zip(segment["tokens"], segment["trained"], segment["log_probs"], segment["versions"], gaps_of(record, place), strict=True)
         for at, (token, trained, log_prob, version, gap) in enumerate(rows):
             if trained == "1":
