@@ -290,13 +290,15 @@ def check_settings(config: RolloutsConfig, recipe: Recipe) -> None:
     Buffer(config.groups, config.max_lag, config.uses)
     found = {name: getattr(config, name) for name in ("group", "generators", "workers", "attempts", "barren_rounds")}
     wrong = [f"{name}={value} must be at least 1" for name, value in found.items() if value < 1]
-    if config.in_flight not in ("continue", "drain"):
-        wrong.append(f"in_flight={config.in_flight!r} is unknown. {errors.did_you_mean(config.in_flight, ('continue', 'drain'))}")
     if config.audit < 0 or config.timeout_s <= 0:
         wrong.append(f"audit={config.audit} must be at least 0, and timeout_s={config.timeout_s} above 0")
     if config.sampling.temperature < 0 or config.held_out.temperature < 0:
         wrong.append("a temperature below 0 means nothing; 0 is greedy")
+    if config.in_flight not in ("continue", "drain"):
+        hint = errors.did_you_mean(config.in_flight, ("continue", "drain")).rstrip(".")
+        wrong.append(f"in_flight={config.in_flight!r} is unknown. {hint}")
     if wrong:
-        raise UsageError("data.loader: " + "; ".join(wrong) + ".")
+        text = "; ".join(wrong)
+        raise UsageError(f"data.loader: {text}{'' if text.endswith('?') else '.'}")
     if config.replay_routes:
         check_routes(recipe.model)
