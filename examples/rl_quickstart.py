@@ -91,7 +91,9 @@ def main() -> int:
     say("2. Resumed from that checkpoint, to the end")
     subprocess.run(command("train", "--resume", str(run)), check=True)
     say("3. What it wrote")
-    subprocess.run(command("rl", "show", str(run), "--held-out", "--limit", "3"), check=True)
+    subprocess.run(command("rl", "show", str(run), "--held-out"), check=True)
+    last = str(max(event["step"] for event in events(run, "held_out")))
+    subprocess.run(command("rl", "show", str(run), "--held-out", "--step", last, "--limit", "3"), check=True)
 
     facts = proof(run, code)
     facts["seconds_s"] = round(time.monotonic() - start, 1)
