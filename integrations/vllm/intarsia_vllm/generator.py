@@ -290,6 +290,7 @@ class VllmGenerator:
         await asyncio.to_thread(engine.shutdown, 1.0)
         # Else it is collected when the interpreter ends, where it calls what is not there any more.
         del engine
+        await asyncio.sleep(0.01)
         gc.collect()
         shutil.rmtree(self._home, ignore_errors=True)
 
