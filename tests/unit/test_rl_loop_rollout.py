@@ -329,6 +329,16 @@ def test_scores_that_fail() -> None:
     assert all(sample.failure and "1 scores for 3 episodes" in sample.failure.message for sample in samples)
     [sample], _ = play(Scripted(asks("q"), [StepResult(None, ended=True)]), says("a"))
     assert sample.failure is not None and "nothing was scored" in sample.failure.message
+    samples = play_with(Rated("r", 1.0, lambda group: [0.5, 1e200, 1.0]))
+    assert [sample.failure and sample.failure.boundary for sample in samples] == [None, "scorer", None]
+    assert samples[1].failure is not None and "at most 1e+100" in samples[1].failure.message
+
+
+def test_turns_that_cannot_be_rendered_fail_their_try_alone() -> None:
+    [sample], _ = play(Scripted(asks("\ud800"), [END]), says("a"))
+    assert sample.failure is not None and sample.failure.boundary == "environment" and "cannot be rendered" in sample.failure.message
+    [sample], _ = play(Scripted(asks("q"), [asks("\ud800"), END]), says("a"))
+    assert sample.failure is not None and "UnicodeEncodeError" in sample.failure.message
 
 
 def test_advantages_that_are_no_numbers_end_the_run() -> None:

@@ -168,3 +168,11 @@ def test_the_trainers_numbers_are_put_to_their_segments() -> None:
         expected = list(range(4 + int(line["id"][0])))
         assert [value % 100 for value in line["log_probs"]] == expected and len({value // 100 for value in line["log_probs"]}) == 1
     assert isinstance(where, torch.Tensor)
+
+
+def test_text_that_is_no_unicode_is_written_and_comes_back(tmp_path: Path) -> None:
+    """Broken output of tools has halves of surrogate pairs: they neither end the run nor are lost."""
+    writer = RolloutWriter(tmp_path, str)
+    writer.write("step", 1, [{"id": "a", "text": "é \ud800 \U0001f600"}])
+    [(_, _, path)] = files(tmp_path / "rollouts")
+    assert [line["text"] for line in read(path)] == ["é \ud800 \U0001f600"]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 from intarsia import plugins
-from intarsia.contracts import Task, Turn
+from intarsia.contracts import Image, Observation, Task, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import DistributedError, NumericsError, PluginError, UsageError
 from intarsia_rl.contracts import Request, Sampling, WeightVersion
 from intarsia_rl.processes.config import LeastLoadedConfig
+from intarsia_rl.processes.environment_service import is_number, wrong_observation
 from intarsia_rl.processes.pools import GeneratorPool, Restarts, WorkerPool
 from intarsia_rl.processes.routing import LeastLoaded
 from intarsia_testing import rl_doubles
@@ -555,3 +557,26 @@ def test_an_environment_that_cannot_be_built_says_why():
             await workers_of(fails="no such library")
 
     run_virtually(main())
+
+
+@pytest.mark.parametrize(
+    ("observation", "words"),
+    [
+        (Observation((Turn("user", None),)), "turn 0 of its observation with the content None"),  # type: ignore[arg-type]
+        (Observation((Turn("user", ("text", 5)),)), "the content"),  # type: ignore[arg-type]
+        (Observation((Turn("user", "a"), Turn("usr", "b"))), "turn 1 of its observation with the role 'usr'. Did you mean 'user'?"),  # type: ignore[arg-type]
+        (Observation(("text",)), "a str as turn 0 of its observation"),  # type: ignore[arg-type]
+        (Observation(None), "whose turns are a NoneType"),  # type: ignore[arg-type]
+        ("text", "which is no Observation"),
+        (Observation((Turn("user", ("text", Image(b"", "image/png"))),)), None),
+        (None, None),
+    ],
+)
+def test_an_observation_that_breaks_its_contract_is_named(observation, words):
+    found = wrong_observation(observation)
+    assert found is None if words is None else words in (found or "")
+
+
+def test_numbers_of_environments():
+    assert is_number(1) and is_number(-0.5)
+    assert not any(map(is_number, (True, math.nan, math.inf, "1", None, 10**400)))

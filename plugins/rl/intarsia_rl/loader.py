@@ -288,12 +288,7 @@ def check_settings(config: RolloutsConfig, recipe: Recipe) -> None:
             f"data.loader=rollouts learns by loss=policy and an algorithm (loss.algorithm=grpo), and the loss is {type(recipe.loss).__name__}."
         )
     Buffer(config.groups, config.max_lag, config.uses)
-    found = {name: getattr(config, name) for name in ("group", "generators", "workers", "attempts", "barren_rounds")}
-    wrong = [f"{name}={value} must be at least 1" for name, value in found.items() if value < 1]
-    if config.audit < 0 or config.timeout_s <= 0:
-        wrong.append(f"audit={config.audit} must be at least 0, and timeout_s={config.timeout_s} above 0")
-    if config.sampling.temperature < 0 or config.held_out.temperature < 0:
-        wrong.append("a temperature below 0 means nothing; 0 is greedy")
+    wrong = wrong_numbers(config)
     if config.in_flight not in ("continue", "drain"):
         hint = errors.did_you_mean(config.in_flight, ("continue", "drain")).rstrip(".")
         wrong.append(f"in_flight={config.in_flight!r} is unknown. {hint}")
@@ -302,3 +297,24 @@ def check_settings(config: RolloutsConfig, recipe: Recipe) -> None:
         raise UsageError(f"data.loader: {text}{'' if text.endswith('?') else '.'}")
     if config.replay_routes:
         check_routes(recipe.model)
+
+
+def wrong_numbers(config: RolloutsConfig) -> list[str]:
+    """Numbers that mean nothing, said so; one that is not a number is none that is right."""
+    sampling, held_out = config.sampling, config.held_out
+    least_one = {name: getattr(config, name) for name in ("group", "generators", "workers", "attempts", "barren_rounds")}
+    least_one |= {"generator_threads": config.generator_threads, "sampling.top_k": sampling.top_k}
+    least_none = {"audit": config.audit, "held_out.tasks": held_out.tasks, "held_out.every": held_out.every}
+    temperatures = {"sampling.temperature": sampling.temperature, "held_out.temperature": held_out.temperature}
+    wrong = [f"{name}={value} must be at least 1" for name, value in least_one.items() if value is not None and value < 1]
+    wrong += [f"{name}={value} must be at least 0" for name, value in least_none.items() if value is not None and value < 0]
+    wrong += [
+        f"{name}={value} must be a number from 0 on (0 is greedy)" for name, value in temperatures.items() if not 0 <= value < float("inf")
+    ]
+    if not 0 < config.timeout_s < float("inf"):
+        wrong.append(f"timeout_s={config.timeout_s} must be a number of seconds above 0")
+    if not 0 < sampling.top_p <= 1:
+        wrong.append(f"sampling.top_p={sampling.top_p} must be above 0 and at most 1")
+    if not 0 <= sampling.min_p <= 1:
+        wrong.append(f"sampling.min_p={sampling.min_p} must be from 0 to 1")
+    return wrong

@@ -11,6 +11,7 @@ from intarsia.contracts import Task
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import IntarsiaError, PluginError
 
+from intarsia_rl.algorithms.gradient import LARGEST
 from intarsia_rl.contracts import Algorithm, Failure, Generated, ProcessDied, Renderer, Request, Sample, Sampling, Segment
 from intarsia_rl.controller.buffer import Status
 from intarsia_rl.controller.protocols import EnvironmentFacts, Generators, Workers
@@ -92,8 +93,9 @@ def _rewarded(sample: Sample, scores: Mapping[str, float], weights: Mapping[str,
         message = "nothing was scored: the environment has no rubric and no step of this episode carries a reward"
         return dataclasses.replace(sample, failure=Failure("scorer", message))
     reward = sum(weights.get(name, 1.0) * value for name, value in rewards.items())
-    if not math.isfinite(reward):
-        return dataclasses.replace(sample, reward=0.0, failure=Failure("scorer", f"the weighted sum of {rewards} is {reward}"))
+    if not abs(reward) <= LARGEST:  # nor nan
+        message = f"the weighted sum of {rewards} is {reward:g}; rewards are numbers of at most {LARGEST:g}"
+        return dataclasses.replace(sample, reward=0.0, failure=Failure("scorer", message))
     return dataclasses.replace(sample, reward=reward, rewards=rewards, timings_s={**sample.timings_s, "score": seconds})
 
 

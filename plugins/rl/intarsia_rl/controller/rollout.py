@@ -196,7 +196,7 @@ class Rollout:
         if old is None or observation.rewrites:
             return self._begin(actor, new, observation.tools or (old.tools if old else ()))
         tools = observation.tools or old.tools
-        extension = None if tools != old.tools else self._renderer.extend(old.history, new, tools, old.finish)
+        extension = None if tools != old.tools else rendered(lambda: self._renderer.extend(old.history, new, tools, old.finish))
         if extension is None:  # Its template has rewritten what it rendered before.
             return self._begin(actor, [*old.history, *new], tools)
         if self._room(len(old.segment.tokens) + len(extension)) <= 0:
@@ -206,7 +206,7 @@ class Rollout:
         return old
 
     def _begin(self, actor: str, history: list[Turn], tools: tuple[ToolSpec, ...]) -> Context | None:
-        prompt = self._renderer.begin(history, tools)
+        prompt = rendered(lambda: self._renderer.begin(history, tools))
         if not prompt:
             raise EnvironmentFailure("environment", f"the history of {actor!r} renders to no token: an observation needs a turn")
         if self._room(len(prompt)) <= 0:
@@ -245,6 +245,16 @@ class Rollout:
         self._turns += 1
         self._generated += len(made.tokens)
         return turn
+
+
+def rendered(call: Callable[[], Result]) -> Result:
+    """What a renderer makes of an environment's turns. Text that it cannot take is a failure of the environment, not the end of the run; errors of ours stay."""
+    try:
+        return call()
+    except IntarsiaError:
+        raise
+    except Exception as error:
+        raise EnvironmentFailure("environment", f"its turns cannot be rendered: {type(error).__name__}: {error}") from error
 
 
 def check_generated(made: Generated, request: Request) -> None:

@@ -34,7 +34,8 @@ class RolloutWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{kind}-{number:06}.jsonl"
         temporary = path.with_suffix(".tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
+        # What UTF-8 has no bytes for (half of a surrogate pair, which broken output of tools brings) becomes its JSON escape.
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             for line in lines:
                 file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         os.replace(temporary, path)

@@ -8,15 +8,18 @@ import math
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
-from intarsia.contracts import Environment, Episode, Limits, Observation, StepResult, Task, Turn
+from intarsia.contracts import Environment, Episode, Image, Limits, Observation, StepResult, Task, Turn
 from intarsia.contracts.environment import Boundary, EnvironmentFailure
-from intarsia.errors import IntarsiaError, PluginError
+from intarsia.errors import IntarsiaError, PluginError, did_you_mean
 from intarsia.plugins import current
 
 from intarsia_rl.processes.codec import CodecError, MessageTooLarge, check
 from intarsia_rl.processes.failures import words
 from intarsia_rl.processes.plain import config_of
 from intarsia_rl.rubrics import distinct
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Of turns, as `intarsia.contracts.Turn` has them."""
 
 CLOSE_S = 5.0
 """How long a step that was cancelled may take to end before its episode is closed all the same."""
@@ -105,6 +108,8 @@ class EnvironmentService:
             self._running.pop(name, None)
         if not isinstance(answer, kind):
             raise EnvironmentFailure("environment", f"{what} gave a {type(answer).__name__}, which is no {kind.__name__}")
+        if (problem := wrong_observation(answer.observation if isinstance(answer, StepResult) else answer)) is not None:
+            raise EnvironmentFailure("environment", f"{what} gave {problem}")
         try:
             check(answer, self._answer_bytes)
         except CodecError as error:
@@ -156,5 +161,29 @@ def failure(boundary: Boundary, what: str, error: BaseException) -> EnvironmentF
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite int or float, and no bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is an int or float that is finite as a float, and no bool."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def wrong_observation(observation: Any) -> str | None:
+    """What of an observation (None: there is none) is not as the contract says, in words; None where all is. A renderer would find it later, and end the run by it."""
+    if observation is None:
+        return None
+    if not isinstance(observation, Observation):
+        return f"the observation {observation!r:.200}, which is no Observation"
+    if not isinstance(observation.turns, (tuple, list)):
+        return f"an observation whose turns are a {type(observation.turns).__name__}, and no tuple of Turn"
+    for place, turn in enumerate(observation.turns):
+        if not isinstance(turn, Turn):
+            return f"a {type(turn).__name__} as turn {place} of its observation, and no Turn"
+        if turn.role not in ROLES:
+            return f"turn {place} of its observation with the role {turn.role!r}. {did_you_mean(str(turn.role), ROLES)}"
+        parts = (turn.content,) if isinstance(turn.content, str) else turn.content
+        if not isinstance(parts, (tuple, list)) or not all(isinstance(part, (str, Image)) for part in parts):
+            return f"turn {place} of its observation with the content {turn.content!r:.200}, which is neither text nor a tuple of texts and images"
+    return None
