@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -47,17 +45,14 @@ def build(config: VllmConfig, context: GeneratorContext) -> VllmGenerator:
         model: Any = plugins.build(recipe.model)
     specs_of(model)
     limit = config.max_tokens or recipe.model.max_positions
-    home = tempfile.mkdtemp(prefix="intarsia-vllm-")
-    try:
+    # The engine reads the folder while it starts and never again.
+    with tempfile.TemporaryDirectory(prefix="intarsia-vllm-") as home:
         folder.write(home, recipe, plugins, max_tokens=limit, dtype=dtype, invariant=context.invariant, initial=context.initial)
         os.environ.update(child_environment(plugins))
         engine = engines.start(home, config, limit, dtype)
-    except BaseException:
-        shutil.rmtree(home, ignore_errors=True)
-        raise
     capabilities = ("forced", *(("routes",) if has_routers(model) else ()), *(("invariant",) if context.invariant else ()))
     facts = GeneratorFacts("vllm", recipe.model.vocab_size, limit, config.max_sequences, capabilities)
-    return VllmGenerator(engine, facts, functools.partial(plugins.build, recipe.data.tokenizer), home, 0 if context.initial else -1)
+    return VllmGenerator(engine, facts, functools.partial(plugins.build, recipe.data.tokenizer), 0 if context.initial else -1)
 
 
 class VllmGenerator:
@@ -69,9 +64,9 @@ class VllmGenerator:
 
     on_gone: Callable[[str], None] = staticmethod(engines.end_process)
 
-    def __init__(self, engine: Any, facts: GeneratorFacts, make_tokenizer: Callable[[], Tokenizer], home: str, version: int) -> None:
+    def __init__(self, engine: Any, facts: GeneratorFacts, make_tokenizer: Callable[[], Tokenizer], version: int) -> None:
         self.engine, self.facts = engine, facts
-        self._make_tokenizer, self._home, self._version = make_tokenizer, home, version
+        self._make_tokenizer, self._version = make_tokenizer, version
         self._requests = Admission(facts.max_sequences)
         if version < 0:
             self._requests.hold(NO_WEIGHTS)
@@ -288,11 +283,8 @@ class VllmGenerator:
         self._closed = True
         engine, self.engine = self.engine, None
         await asyncio.to_thread(engine.shutdown, 1.0)
-        # Else it is collected when the interpreter ends, where it calls what is not there any more.
-        del engine
-        await asyncio.sleep(0.01)
-        gc.collect()
-        shutil.rmtree(self._home, ignore_errors=True)
+        # vLLM shuts down once more where the object is collected, which may be when the interpreter's modules are gone.
+        engine.shutdown = lambda *arguments, **named: None
 
     async def _attach(self) -> None:
         if self._cache is None:
