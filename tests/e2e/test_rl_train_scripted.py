@@ -17,7 +17,7 @@ from intarsia_console.events import read_events
 from intarsia_rl.contracts import Request
 from intarsia_rl.controller.writer import files, read
 from intarsia_rl.processes.local import LocalProcesses
-from intarsia_testing.rl_doubles import InProcess, InProcessLauncher, ScriptedTokens, offered
+from intarsia_testing.rl_doubles import InProcess, InProcessLauncher, Misbehaves, ScriptedTokens, offered
 
 Train = Callable[..., int]
 
@@ -228,6 +228,18 @@ def test_numbers_that_are_not_finite_end_the_run_with_code_4(doubles: Doubles, c
 def test_a_generator_that_cannot_be_built_says_so(doubles: Doubles, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("run", "train.steps=2", "data.loader.generator.fails=no engine here") == 2
     assert "no engine here" in capsys.readouterr().err
+
+
+def test_an_environment_whose_tasks_cannot_be_had_is_said_and_no_bug_of_the_command(
+    doubles: Doubles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(self: Misbehaves, split: str) -> Any:
+        raise KeyError("no such table")
+
+    monkeypatch.setattr(Misbehaves, "tasks", raises)
+    assert train("run", "train.steps=2", "data.loader.environment=misbehaves") == 3
+    said = capsys.readouterr().err
+    assert "): KeyError: 'no such table'" in said and "boundary `environment`" in said and "met a bug" not in said
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from intarsia.contracts import Task
+from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import IntarsiaError, PluginError, UsageError
 
 from intarsia_rl.config import RolloutsConfig
@@ -181,7 +182,7 @@ class Loop:
         while True:
             self._changed.clear()
             if self._error is not None:
-                raise _explained(self._error)
+                raise explained(self._error)
             if reached():
                 return
             self._check_barren()
@@ -312,8 +313,12 @@ def digest(tasks: Sequence[Task]) -> str:
     return f"{len(tasks)} {content.hexdigest()[:16]}"
 
 
-def _explained(error: BaseException) -> BaseException:
+def explained(error: BaseException) -> BaseException:
     """The error as the trainer is told it."""
     if isinstance(error, ProcessDied):
         return PluginError(f"A process of the rollouts has died and could not be replaced: {error}")
+    if isinstance(error, EnvironmentFailure):
+        return PluginError(
+            f"The rollouts cannot go on. What failed is of the boundary `{error.boundary}`: {str(error).removeprefix(f'{error.boundary}: ')}"
+        )
     return error if isinstance(error, IntarsiaError) else PluginError(f"The rollouts ended by {type(error).__name__}: {error}")

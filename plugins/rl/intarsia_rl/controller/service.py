@@ -15,7 +15,7 @@ from intarsia.plugins import Plugins, current
 from intarsia_rl.config import RolloutsConfig
 from intarsia_rl.contracts import Algorithm, Renderer, Sampling, WeightVersion
 from intarsia_rl.controller.groups import Player
-from intarsia_rl.controller.loop import Loop, Parts
+from intarsia_rl.controller.loop import Loop, Parts, explained
 from intarsia_rl.controller.protocols import Generators, Workers
 from intarsia_rl.controller.rollout import Rules
 from intarsia_rl.controller.writer import RolloutWriter
@@ -73,7 +73,9 @@ class Controller:
         try:
             self._loop = await self._starting
         except BaseExceptionGroup as errors:
-            raise first(errors) from None
+            raise explained(first(errors)) from None
+        except Exception as error:
+            raise explained(error) from error
         await self._loop.begin(step, state)
         facts = self._loop.generators.facts
         return {
