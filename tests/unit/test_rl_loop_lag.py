@@ -219,6 +219,35 @@ def test_state_of_other_tasks_or_settings_is_refused() -> None:
         asyncio.run(loop.begin(4, None))
 
 
+@pytest.mark.parametrize(("before", "now", "train_s"), [(3, 0, 8.0), (3, 1, 8.0), (2, 0, 0.1), (0, 2, 0.1)])
+def test_a_run_goes_on_with_another_max_lag(before: int, now: int, train_s: float) -> None:
+    """Groups that were begun ahead and are too old for the new bound begin again, in their places: every group is trained on once."""
+    loop, _ = world(settings(max_lag=before), slow_tail, OneTurn({"train": TASKS}, reward))
+
+    async def first() -> tuple[list[dict[str, Any]], Any]:
+        return await train(loop, 6, train_s), loop.state()
+
+    deliveries, state = run_virtually(first())
+    other, _ = world(settings(max_lag=now), slow_tail, OneTurn({"train": TASKS}, reward))
+    further = run_virtually(train(other, 6, train_s, start=6, state=json_roundtrip(state)))
+    assert all(0 <= step - sample.oldest_version <= now for step, each in enumerate(further, 6) for sample in each["samples"])
+    groups = [sample.group for each in (*deliveries, *further) for sample in each["samples"]]
+    assert groups == [group for group in range(48) for _ in range(2)]
+
+
+def test_rollouts_in_use_that_are_too_old_for_a_new_max_lag_are_refused() -> None:
+    loop, _ = world(settings(max_lag=4, uses=2), slow_tail, OneTurn({"train": TASKS}, reward))
+
+    async def first() -> Any:
+        await train(loop, 5, 8.0)
+        return loop.state()
+
+    state = json_roundtrip(run_virtually(first()))
+    other, _ = world(settings(max_lag=1, uses=2), slow_tail, OneTurn({"train": TASKS}, reward))
+    with pytest.raises(UsageError, match=r"too old for step 5 with max_lag=1. Resume with the max_lag that the run had"):
+        asyncio.run(other.begin(5, state))
+
+
 # ---------------------------------------------------------------- the arithmetic alone
 
 

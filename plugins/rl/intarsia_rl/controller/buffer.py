@@ -81,6 +81,32 @@ class Buffer:
             raise AssertionError(f"group {number} is {group.status} and cannot become {status}")
         group.status, group.samples, group.advantages = status, tuple(samples), tuple(advantages)
 
+    def rewind(self, step: int) -> int:
+        """Forget groups, from the first one on that would be trained on too late for this `max_lag` in a run that goes on after `step` steps; they begin again when there is room, with
+        their numbers and so their seeds. Returns how many. UsageError where the block that is in use is too old already."""
+        used = self._last_use(self.blocks * self.size - 1)
+        if self._again(step) and (late := [group for group in self.current if _oldest(group, step) < used - self.max_lag]):
+            raise UsageError(
+                f"The rollouts that are in use (uses={self.uses}) when the checkpoint was saved are of version {min(_oldest(group, step) for group in late)}, which is too old for "
+                f"step {used} with max_lag={self.max_lag}. Resume with the max_lag that the run had."
+            )
+        trained = self.blocks * self.size
+        for group in list(self.groups.values()):
+            if group.left_out:
+                continue
+            if _oldest(group, step) < self._last_use(trained) - self.max_lag:
+                gone = [number for number in self.groups if number >= group.number]
+                for number in gone:
+                    del self.groups[number]
+                self.following = group.number
+                return len(gone)
+            trained += 1
+        return 0
+
+    def _last_use(self, place: int) -> int:
+        """The last step that trains on the kept group of this place."""
+        return place // self.size * self.uses + self.uses - 1
+
     # ------------------------------------------------------------ giving out
 
     def finished(self) -> Iterator[Group]:
@@ -130,3 +156,10 @@ def lag_of(sample: Sample, step: int) -> int:
     """Optimizer steps between the oldest token and the step that trains on it."""
     oldest = sample.oldest_version
     return 0 if oldest is None else step - oldest
+
+
+def _oldest(group: Group, step: int) -> int:
+    """The oldest version of its tokens; of a group that begins again, the version `step` at which it does."""
+    return min(
+        (oldest for sample in group.samples if sample.failure is None and (oldest := sample.oldest_version) is not None), default=step
+    )

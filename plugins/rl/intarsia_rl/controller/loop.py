@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -27,6 +28,8 @@ from intarsia_rl.controller.rollout import Try, all_of
 from intarsia_rl.controller.seeds import task_index
 from intarsia_rl.controller.state import group_from_json, group_to_json
 from intarsia_rl.controller.writer import RolloutWriter
+
+logger = logging.getLogger("intarsia.rl")
 
 
 @dataclasses.dataclass
@@ -102,6 +105,8 @@ class Loop:
                 found[kind].append(group_from_json(int(number), value))
         buffer.groups = {group.number: group for group in sorted(found["group"], key=lambda group: group.number)}
         buffer.current = tuple(sorted(found["current"], key=lambda group: group.number))
+        if again := buffer.rewind(step):
+            logger.warning("%d groups of the checkpoint are begun again: with max_lag=%d they would be too old.", again, buffer.max_lag)
         self._again = [group.number for group in buffer.groups.values() if group.status == "unfinished"]
 
     async def close(self) -> None:
