@@ -64,7 +64,7 @@ class RolloutsLoader:
         self._state: dict[str, Any] = {}
         self._begun = False
         self._published: list[int] = []
-        self._evaluated = -1
+        self._held_out: tuple[int, list[Batch]] | None = None
         algorithm = plugins.build(recipe.loss.algorithm)  # type: ignore[attr-defined]
         pad = next((number for number in (self.tokenizer.pad_id, self.tokenizer.eos_id) if number is not None), 0)
         self._packing = Packing(
@@ -103,12 +103,12 @@ class RolloutsLoader:
         run = self._attached()
         step = run.step
         self._publish(step)
-        found = self._ask("evaluate", step)
-        if self._evaluated != step:
-            self._evaluated = step
+        if self._held_out is None or self._held_out[0] != step:
+            found = self._ask("evaluate", step)
             run.record("held_out", step=step, **found["stats"])
-        samples = weighed({**found, "advantages": [sample.reward for sample in found["samples"]]})
-        return micro_batches(samples, self._packing, self._rank, self._ranks, step)
+            samples = weighed({**found, "advantages": [sample.reward for sample in found["samples"]]})
+            self._held_out = step, micro_batches(samples, self._packing, self._rank, self._ranks, step)
+        return list(self._held_out[1])
 
     def _publish(self, step: int) -> None:
         """Make the weights of now readable, and tell the controller; once for each version. A collective."""
