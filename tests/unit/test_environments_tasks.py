@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from intarsia.contracts import Message, StepResult, Turn
 from intarsia.errors import UsageError
-from intarsia_environments import alphabet_sort, arithmetic
-from intarsia_environments.config import AlphabetSortConfig, ArithmeticConfig, CharactersConfig
+from intarsia_environments import alphabet_sort, arithmetic, code
+from intarsia_environments.config import AlphabetSortConfig, ArithmeticConfig, CharactersConfig, CodeConfig
 from intarsia_environments.splits import is_held_out
 from intarsia_environments.tokenizer import CharacterTokenizer
 
@@ -108,6 +108,10 @@ def test_what_is_nearly_right_may_earn_less():
         (arithmetic.build, ArithmeticConfig(level=9), "levels are 0, 1, 2, 3, 4"),
         (arithmetic.build, ArithmeticConfig(partial=1.0), "below 1"),
         (arithmetic.build, ArithmeticConfig(tasks=0), "at least 1"),
+        (arithmetic.build, ArithmeticConfig(tokens=0), "tokens is 0; it must be at least 1, or none"),
+        (alphabet_sort.build, AlphabetSortConfig(tokens=0), "tokens is 0; it must be at least 1, or none"),
+        (code.build, CodeConfig(tokens=0), "tokens is 0; it must be at least 1, or none"),
+        (code.build, CodeConfig(memory_mb=0), "memory_mb is 0; it must be at least 1"),
         (alphabet_sort.build, AlphabetSortConfig(separator=""), "could tell them apart"),
         (alphabet_sort.build, AlphabetSortConfig(separator="a"), "letter of names"),
         (alphabet_sort.build, AlphabetSortConfig(letters=1), "from 2 to 26"),

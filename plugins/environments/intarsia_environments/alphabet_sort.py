@@ -115,6 +115,7 @@ def _check(config: AlphabetSortConfig) -> None:
         f"first is {config.first}; it must be at least 1": config.first < 1,
         f"more is {config.more}; it must be at least 1": config.more < 1,
         f"turns is {config.turns}; it must be at least 1": config.turns < 1,
+        f"tokens is {config.tokens}; it must be at least 1, or none": config.tokens is not None and config.tokens < 1,
         f"exponent is {config.exponent}; it must be above 0": not 0 < config.exponent < float("inf"),
         "separator is empty, and names have several letters: nobody could tell them apart": not config.separator and config.length > 1,
         f"separator is {config.separator!r}, which has a letter of names in it": any(

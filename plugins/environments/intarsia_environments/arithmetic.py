@@ -128,6 +128,8 @@ class Arithmetic:
             raise UsageError(
                 f"arithmetic: partial is {config.partial}; it must be from 0 on and below 1, which is the right answer's reward."
             )
+        if config.tokens is not None and config.tokens < 1:
+            raise UsageError(f"arithmetic: tokens is {config.tokens}; it must be at least 1, or none.")
         self.config = config
         self._splits = Splits("arithmetic", config.seed, questions(LEVELS[config.level], config.seed), config.tasks, config.held_out)
         longest = max(len(task.data["answer"]) for split in ("train", "held_out") for task in self.tasks(split))

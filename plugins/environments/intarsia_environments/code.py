@@ -219,6 +219,8 @@ def _check(config: CodeConfig) -> None:
         f"turns is {config.turns}; it must be at least 1": config.turns < 1,
         f"shown is {config.shown} and tests {config.tests}; at least one test must be hidden": not 0 <= config.shown < config.tests,
         f"runs is {config.runs}; it must be from 0 on and below 1, which is the right function's reward": not 0 <= config.runs < 1,
+        f"tokens is {config.tokens}; it must be at least 1, or none": config.tokens is not None and config.tokens < 1,
+        f"memory_mb is {config.memory_mb}; it must be at least 1": config.memory_mb < 1,
         f"seconds is {config.seconds}; it must be above 0": not 0 < config.seconds < float("inf"),
         f"memory_mb is {config.memory_mb}; Python needs 64 at least": config.memory_mb < 64,
     }
