@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import Any
 
@@ -18,10 +19,11 @@ from intarsia_generation.engine.build import make_plain, sizes_of
 from intarsia_generation.engine.config import LocalConfig
 from intarsia_generation.engine.context import specs_of
 from intarsia_generation.engine.engine import Engine, Sizes
+from intarsia_generation.engine.generator import LocalGenerator
 from intarsia_generation.engine.request import Job
 from intarsia_llama3.config import llama3
 from intarsia_models_common.config import MLAConfig, RopeConfig
-from intarsia_rl.contracts import Generated, Request, Sampling, WeightVersion
+from intarsia_rl.contracts import Generated, GeneratorFacts, Request, Sampling, WeightVersion
 from intarsia_rl.invariant import table
 from torch import nn
 
@@ -302,3 +304,23 @@ def test_memory_of_windows_is_read_in_part_only():
         run(made, [tuple(range(60))], count=4)
         read[invariant] = max(width for window, width in reads if window == 6)
     assert read == {False: 3, True: 16}
+
+
+def test_a_bug_of_the_engine_is_told_to_all_who_wait_and_closes_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(model("softmax"))
+    facts = GeneratorFacts("local", 96, 96, 8, ())
+    generator = LocalGenerator(made, facts, lambda: None)  # type: ignore[arg-type, return-value]
+
+    def broken(admit: bool) -> None:
+        raise LookupError("a table of blocks")
+
+    async def ask() -> None:
+        monkeypatch.setattr(made.scheduler, "plan", broken)
+        asked = [generator.generate(Request(str(number), (1, 2, 3), Sampling(4))) for number in range(2)]
+        for result in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30):
+            assert isinstance(result, RuntimeError | UsageError) and "closed" in str(result)
+        with pytest.raises(UsageError, match="closed"):
+            await generator.generate(Request("later", (1,), Sampling(1)))
+        await asyncio.wait_for(generator.close(), 30)
+
+    asyncio.run(ask())

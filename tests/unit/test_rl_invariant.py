@@ -106,3 +106,15 @@ def test_the_list_names_every_kernel_and_reason():
     for row in table.ROWS:
         assert row.kernel in text and row.why in text
     assert facts["devices"]["cpu"]["dtypes"] == ["float32", "bfloat16"] and "intarsia-models-common:mla" in facts["components"]
+
+
+def test_numbers_that_are_none_do_not_settle_how_a_shape_is_multiplied() -> None:
+    import torch
+    from intarsia_kernels.invariant import products
+
+    x_NI, weight_OI = torch.full((48, 37), float("nan")), torch.randn(29, 37)
+    before = set(products._whole)
+    assert products.product(x_NI, weight_OI).isnan().all()
+    assert set(products._whole) == before
+    products.product(torch.randn(48, 37), weight_OI)
+    assert len(products._whole) == len(before) + 1

@@ -40,26 +40,28 @@ def product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     key = (x_NI.shape, weight_OI.shape, weight_OI.stride(), weight_OI.data_ptr() % ALIGNED, x_NI.dtype, torch.get_num_threads())
     if _whole.get(key, True):
         y_NO = torch.mm(x_NI, weight_IO)
-        if key not in _whole:
-            _whole[key] = _is_by_tiles(y_NO, x_NI, weight_OI)
-        if _whole[key]:
+        if key not in _whole and (seen := _is_by_tiles(y_NO, x_NI, weight_OI)) is not None:
+            _whole[key] = seen
+        if _whole.get(key, True):
             return y_NO[:rows, :outputs]
     weight_IO = weight_OI.contiguous().clone().t()
     return torch.cat([torch.mm(tile.clone(), weight_IO) for tile in x_NI.split(TILE)])[:rows, :outputs]
 
 
-def _is_by_tiles(y_NO: Tensor, x_NI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether y's first, middle and last tiles have the bits of tiles multiplied alone."""
+def _is_by_tiles(y_NO: Tensor, x_NI: Tensor, weight_OI: Tensor) -> bool | None:
+    """Whether y's first, middle and last tiles have the bits of tiles multiplied alone; None where numbers that are none leave it open."""
     weight_IO, tiles = weight_OI.contiguous().clone().t(), x_NI.shape[0] // TILE
     for number in sorted({0, tiles // 2, tiles - 1}):
         chosen = slice(number * TILE, (number + 1) * TILE)
         tile = x_NI[chosen].clone()
         alone = torch.mm(tile, weight_IO)
-        if not torch.equal(torch.mm(tile.flip(0), weight_IO).flip(0), alone) and not alone.isnan().any():
+        if alone.isnan().any():
+            return None
+        if not torch.equal(torch.mm(tile.flip(0), weight_IO).flip(0), alone):
             raise UsageError(
                 f"The product of {x_NI.dtype} rows by a matrix of {tuple(weight_OI.shape)} depends on a row's place in a tile of {TILE} on this machine "
                 f"({torch.get_num_threads()} threads): no kernel here can make it independent of the batch. Choose another dtype, or turn the batch-invariant mode off."
             )
-        if not torch.equal(y_NO[chosen], alone) and not alone.isnan().any():
+        if not torch.equal(y_NO[chosen], alone):
             return False
     return True

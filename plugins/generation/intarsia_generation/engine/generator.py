@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from intarsia_rl.contracts import Generated, GeneratorFacts, GeneratorStats, Req
 
 from intarsia_generation.engine.engine import Engine
 from intarsia_generation.engine.request import Job
+
+logger = logging.getLogger("intarsia.generation")
 
 Command = Callable[[], None]
 
@@ -169,6 +172,21 @@ class LocalGenerator:
     # ------------------------------------------------------------ on the thread
 
     def _work(self) -> None:
+        """Serve until it is closed. A fault of the engine's own closes it, and is what everybody who waits is told."""
+        ended: BaseException | None = None
+        try:
+            self._serve()
+            self._obey(wait=False)
+        except Exception as error:
+            logger.exception("the generator has met a bug and is closed")
+            self._closed = True
+            ended = RuntimeError(f"The generator has met a bug and is closed: {type(error).__name__}: {error}")
+        for job in self._engine.jobs:
+            self._engine.end(job, ended)
+        for drain in self._drains:
+            drain.end(ended or UsageError("The generator was closed."))
+
+    def _serve(self) -> None:
         """Commands, then a step, and again; asleep where there is nothing to compute."""
         self._engine.attach()
         did_something = False
@@ -183,11 +201,6 @@ class LocalGenerator:
                 did_something = True
                 continue
             did_something = not self._paused and self._engine.step(admit=not self._drains)
-        self._obey(wait=False)
-        for job in self._engine.jobs:
-            self._engine.end(job)
-        for drain in self._drains:
-            drain.end(UsageError("The generator was closed."))
 
     def _obey(self, wait: bool) -> None:
         with contextlib.suppress(queue.Empty):

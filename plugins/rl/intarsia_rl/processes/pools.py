@@ -330,9 +330,13 @@ class GeneratorPool:
         while True:
             try:
                 stats = await member.generator.stats(self.timeout_s)
-            except (ProcessDied, TimeoutError) as error:
-                if isinstance(error, TimeoutError):
-                    self._replace(index, member, f"it did not say how it is for {self.timeout_s:g} s")
+            except ProcessDied:
+                break
+            except TimeoutError:
+                self._replace(index, member, f"it did not say how it is for {self.timeout_s:g} s")
+                break
+            except Exception as error:
+                self._replace(index, member, f"it could not say how it is: {type(error).__name__}: {error}")
                 break
             if moving(stats) != moving(member.stats):
                 member.move()
