@@ -67,9 +67,17 @@ def run() -> NoReturn:
     code: list[int] = []
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # The first handler that is registered is the last that runs.
-        atexit.register(lambda: code and (logging.shutdown(), sys.stdout.flush(), sys.stderr.flush(), os._exit(*code)))
+        atexit.register(_leave, code)
     code.append(main())
     sys.exit(*code)
+
+
+def _leave(code: list[int]) -> None:
+    if code:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(*code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -155,7 +155,8 @@ class ScriptedGenerators:
         begin = loop.time()
         self.requests.append(request)
         said = Said(request.forced) if request.forced else self._script(request)
-        tokens, versions = list(said.tokens[: request.sampling.max_tokens]), []
+        tokens = list(said.tokens[: request.sampling.max_tokens])
+        versions: list[int] = []
         finish: Finish = said.finish if len(tokens) == len(said.tokens) and tokens else "length"
         log_probs = []
         self._running += 1
