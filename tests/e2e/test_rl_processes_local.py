@@ -122,7 +122,7 @@ def tools(tmp_path, monkeypatch):
     return "process_tools:"
 
 
-def gone(pid: int, seconds: float = 5.0) -> bool:
+def gone(pid: int, seconds: float = 60.0) -> bool:
     """Whether a process ends within some seconds (a zombie has ended)."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

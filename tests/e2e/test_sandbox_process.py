@@ -41,7 +41,7 @@ from intarsia_sandbox.config import ProcessSandboxConfig
 from intarsia_sandbox.contracts import SandboxLimits
 from intarsia_sandbox.process import build
 box = build(ProcessSandboxConfig(unconfined=sys.argv[2] == "unconfined"))
-code = "import os; status = open('/proc/self/status').read() if os.path.exists('/proc/self') else ''; print(os.getpid(), os.path.exists(%r), 'CapEff:\\\\t0000000000000000' in status or not status)" % os.getcwd()
+code = "import os; status = open('/proc/self/status').read() if os.path.exists('/proc/self') else ''; print(os.getpid(), os.path.exists(%r), 'CapEff:\\\\t0000000000000000' in status or not status)" % sys.argv[3]
 try:
     words = box.confinement()
     done = asyncio.run(box.run([sys.executable, "-I", "-S", "-c", code], limits=SandboxLimits()))
@@ -54,7 +54,11 @@ except UsageError as error:
 def in_a_user_namespace(namespaces: int, how: str):
     """What a sandbox says where so many user namespaces may be made; None where this kernel gives not even the first."""
     done = subprocess.run(
-        [sys.executable, "-c", IN_A_USER_NAMESPACE, str(namespaces), how], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", IN_A_USER_NAMESPACE, str(namespaces), how, __file__],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return None if done.stdout == "none\n" else json.loads(done.stdout)

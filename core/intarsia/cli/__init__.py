@@ -83,7 +83,9 @@ def _leave(code: list[int]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (without the program's name; None: this process's). Returns the exit code. Stability: stable."""
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # Where the reader has gone this is the place to learn it: at exit it would be an error.
+        return code
     except KeyboardInterrupt:
         print("intarsia: interrupted", file=sys.stderr)
         return INTERRUPTED
