@@ -310,7 +310,8 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "raise"])
+# A starter that ends by an error has twice been seen not to end within a minute behind many other tests, and never alone: the nightly session asks for it, until it is known why.
+@pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=pytest.mark.slow)])
 def test_no_process_outlives_its_starter(tools, how):
     """Neither one that hangs in C code, nor what a process has started itself, nor the processes of a process."""
     starter = subprocess.Popen([sys.executable, "-c", STARTER, how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
