@@ -9,18 +9,17 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import chz
 import pytest
 from intarsia.config import Recipe
-from intarsia.plugins import current
 from intarsia_eager.config import WholeConfig
 from intarsia_generation.engine import chosen, engine, request, scheduler
 from intarsia_generation.engine.config import LocalConfig
 from intarsia_generation.engine.generator import LocalGenerator
-from intarsia_llama3.config import llama3
 from intarsia_rl.contracts import Generated, Generator, Request, Sampling
 from intarsia_testing import GeneratorConformance
 from intarsia_testing.generator_double import CACHES, CachingGenerator, weights
+
+from tests.support.small_models import dense, recipe_of
 
 
 class Kit(GeneratorConformance):
@@ -29,19 +28,7 @@ class Kit(GeneratorConformance):
     new_tokens = 8
 
     def recipe(self) -> Recipe:
-        found: Any = current().registry("recipe").find("llama3/debug")
-        sizes: Any = {
-            "dim": 32,
-            "layers": 2,
-            "heads": 4,
-            "kv_heads": 2,
-            "head_dim": 8,
-            "hidden": 48,
-            "vocab_size": 264,
-            "max_positions": 128,
-        }
-        model = llama3(**sizes, initial_std=0.2, embedding_std=0.5)
-        return chz.replace(current().target(found)(), model=model, sharder=WholeConfig(), kernels={"*": "reference"})
+        return recipe_of(dense(max_positions=128), sharder=WholeConfig(), kernels={"*": "reference"})
 
 
 @pytest.fixture

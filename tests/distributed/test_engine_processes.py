@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import chz
 from intarsia.config import Recipe
 from intarsia.plugins import current
 from intarsia_eager.config import WholeConfig
 from intarsia_generation.engine.config import LocalConfig
-from intarsia_llama3.config import llama3
 from intarsia_rl.contracts import Generator, GeneratorContext
 from intarsia_rl.processes.config import LocalProcessesConfig
 from intarsia_rl.processes.plain import plain_config, plain_recipe
 from intarsia_rl.processes.remote import RemoteGenerator
 from intarsia_testing import GeneratorConformance
+
+from tests.support.small_models import dense, recipe_of
 
 
 class Remote(GeneratorConformance):
@@ -24,19 +24,7 @@ class Remote(GeneratorConformance):
     draws = 100
 
     def recipe(self) -> Recipe:
-        found: Any = current().registry("recipe").find("llama3/debug")
-        sizes: Any = {
-            "dim": 32,
-            "layers": 2,
-            "heads": 4,
-            "kv_heads": 2,
-            "head_dim": 8,
-            "hidden": 48,
-            "vocab_size": 264,
-            "max_positions": 128,
-        }
-        model = llama3(**sizes, initial_std=0.2, embedding_std=0.5)
-        return chz.replace(current().target(found)(), model=model, sharder=WholeConfig(), kernels={"*": "reference"})
+        return recipe_of(dense(max_positions=128), sharder=WholeConfig(), kernels={"*": "reference"})
 
     async def build(self, config: Any, context: GeneratorContext) -> Generator:
         arguments = {

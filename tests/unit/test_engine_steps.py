@@ -6,14 +6,12 @@ import asyncio
 import functools
 from typing import Any
 
-import chz
 import pytest
 import torch
 from intarsia import ops
 from intarsia.contracts import CacheSpec, MixerSpec
 from intarsia.errors import NumericsError, UsageError
 from intarsia.plugins import current
-from intarsia_deepseek_v3.config import deepseek_v3, v3_router
 from intarsia_eager.context import TrainContext
 from intarsia_generation.engine.build import make_plain, sizes_of
 from intarsia_generation.engine.config import LocalConfig
@@ -21,11 +19,11 @@ from intarsia_generation.engine.context import specs_of
 from intarsia_generation.engine.engine import Engine, Sizes
 from intarsia_generation.engine.generator import LocalGenerator
 from intarsia_generation.engine.request import Job
-from intarsia_llama3.config import llama3
-from intarsia_models_common.config import MLAConfig, RopeConfig
 from intarsia_rl.contracts import Generated, GeneratorFacts, Request, Sampling, WeightVersion
 from intarsia_rl.invariant import table
 from torch import nn
+
+from tests.support.small_models import dense, experts
 
 CPU = torch.device("cpu")
 PROMPTS = [tuple(range(3, 24)), (5,), tuple(range(3, 17)), tuple(range(40, 49)), tuple(range(3, 24))]
@@ -33,26 +31,8 @@ PROMPTS = [tuple(range(3, 24)), (5,), tuple(range(3, 17)), tuple(range(40, 49)),
 
 @functools.cache
 def model(kind: str) -> Any:
-    if kind == "latent":
-        config: Any = deepseek_v3(
-            dim=32,
-            layers=2,
-            dense_layers=1,
-            attention=MLAConfig(heads=2, kv_rank=12, q_rank=16, nope_dim=8, rope_dim=8, value_dim=8),
-            dense_hidden=48,
-            router=v3_router(experts=8, top_k=2, groups=4, top_groups=2, scale=2.5),
-            expert_hidden=24,
-            shared_experts=1,
-            vocab_size=96,
-            rope=RopeConfig(interleaved=True),
-            max_positions=96,
-            ahead=0,
-        )
-    else:
-        config = llama3(dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=48, vocab_size=96, max_positions=96)
-        first, second = config.layers
-        windowed = chz.replace(second.attention, window=6, sinks=True, softcap=20.0)
-        config = chz.replace(config, layers=(first, chz.replace(second, attention=windowed)))
+    sizes = {"vocab_size": 96, "max_positions": 96}
+    config = experts(layers=2, ahead=0, **sizes) if kind == "latent" else dense(window=6, softcap=20.0, **sizes)
     built: Any = current().build(config)
     fill(built, 0)
     return built.eval()
@@ -205,6 +185,46 @@ def test_weights_that_are_not_numbers_end_requests_and_leave_no_trace():
     made.update(WeightVersion(2, "", {}, {}, {}))
     close(run(made), expected, exact=False)
     assert made.pool.used == 0
+
+
+def not_a_number_for(token: int, kind: str) -> Any:
+    """A model that computes nothing sound of one token."""
+    built: Any = current().build(model(kind).config)
+    fill(built, 0)
+    with torch.no_grad():
+        built.tok_embeddings.weight[token] = torch.nan
+    return built.eval()
+
+
+@pytest.mark.parametrize("kind", ["softmax", "latent"])
+def test_a_piece_of_a_prompt_that_is_not_sound_leaves_nothing_in_blocks_of_others(kind: str) -> None:
+    """The request ends with the piece, though it decides no token, and is gone before anybody can have its blocks."""
+    (expected,) = run(engine(model(kind)), [PROMPTS[3]], count=4)
+    made = engine(not_a_number_for(90, kind), blocks=5, batch=12, prefix=False)
+    (job,), ended = submit(made, [(90,) * 20])
+    made.step()
+    made.drop(job)
+    close(run(made, [PROMPTS[3]], count=4), [expected], exact=False)
+    assert isinstance(ended["0"], NumericsError) and "not finite" in str(ended["0"])
+
+
+@pytest.mark.parametrize("kind", ["softmax", "latent"])
+def test_behind_its_own_blocks_a_request_reads_none_of_others(kind: str) -> None:
+    """Of a row that another request had before: its blocks may be those of one that is not sound in the very same step."""
+    long, short, other = tuple(range(3, 40)), PROMPTS[1], tuple(range(44, 65))
+    expected = run(engine(model(kind)), [long, short, other], count=3, temperature=0.0)
+    bad = expected[2].tokens[0]
+    assert all(bad not in each for each in (long, short, other, expected[0].tokens, expected[1].tokens))
+    made = engine(not_a_number_for(bad, kind), blocks=19, batch=96, prefix=False)
+    _, ended = submit(made, [long], count=3, temperature=0.0)
+    (gone,), _ = submit(made, [(1,) * 31])
+    made.step()
+    made.drop(gone)
+    _, further = submit(made, [short, other], count=3, temperature=0.0)
+    while made.step():
+        pass
+    close([ended["0"], further["0"]], expected[:2], exact=False)
+    assert isinstance(further["1"], NumericsError)
 
 
 def test_a_step_that_fails_ends_its_requests_alone():

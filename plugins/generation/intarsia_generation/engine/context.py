@@ -137,6 +137,7 @@ class PagedContext:
         job, row = chunk.job, chunk.job.row
         if self._owners[row] is not job.blocks:  # another request, or the same one with blocks of its second life
             self._owners[row], self._filled[row] = job.blocks, 0
+            self._tables[row] = 0
         filled = self._filled[row]
         if filled < len(job.blocks):
             self._tables[row, filled : len(job.blocks)] = torch.tensor(job.blocks[filled:], dtype=torch.int64)
@@ -151,7 +152,7 @@ class PagedContext:
             if not is_fresh:
                 width = max(-(-chunk.end // self.size) for chunk in members)
                 rows = torch.tensor([chunk.job.row for chunk in members], dtype=torch.int64)
-                # Behind a row's own blocks may stand what the row before it had: blocks that exist, at positions that causality hides.
+                # Behind a row's own blocks stands block 0, which holds zeros, at positions that causality hides.
                 tables_RW = self._tables[rows, :width].to(self.device)
             yield Group(len(members), size, first, last, positions_N[first:last].view(-1, size), tables_RW)
             first = last

@@ -6,6 +6,7 @@ plan -> caches' slots -> the model -> hidden states that decide something -> tok
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import threading
 import time
@@ -143,7 +144,7 @@ class Engine:
         start = time.perf_counter()
         try:
             with _KERNELS, torch.no_grad(), ops.installed(self.choices):
-                rows, tokens, log_probs = self._decisions(chunks)
+                rows, tokens, log_probs, unsound = self._decisions(chunks)
         except Exception as error:
             # A step that fails would fail again. What blocks are said to hold may not be in them.
             for chunk in chunks:
@@ -152,26 +153,26 @@ class Engine:
             self._start_over()
         else:
             # Whoever is told something now finds the process's own kernels in force.
-            self._take(rows, tokens, log_probs)
+            self._take(rows, tokens, log_probs, unsound)
         self.busy_s += time.perf_counter() - start
         return True
 
-    def _decisions(self, chunks: list[Chunk]) -> tuple[list[Row], list[int], list[float]]:
-        """Run the model; what was decided, with tokens and log-probabilities."""
+    def _decisions(self, chunks: list[Chunk]) -> tuple[list[Row], list[int], list[float], list[Job]]:
+        """Run the model; what was decided, with tokens and log-probabilities; and the requests of which a token that decides nothing is not sound."""
         rows: list[Row] = []
         hidden: list[Tensor] = []
+        unsound: list[Job] = []
         for is_decode in (True, False):
             part = [chunk for chunk in chunks if chunk.decode == is_decode]
             if part:
                 part.sort(key=arrangement)
-                some, hidden_ND = self._computed(part)
+                some, hidden_ND = self._computed(part, unsound)
                 rows += some
                 hidden.append(hidden_ND)
-        if not rows:
-            return [], [], []
-        return rows, *decide(self.model, torch.cat(hidden) if len(hidden) > 1 else hidden[0], rows)
+        tokens, log_probs = decide(self.model, torch.cat(hidden) if len(hidden) > 1 else hidden[0], rows)
+        return rows, tokens, log_probs, unsound
 
-    def _computed(self, chunks: Sequence[Chunk]) -> tuple[list[Row], Tensor]:
+    def _computed(self, chunks: Sequence[Chunk], unsound: list[Job]) -> tuple[list[Row], Tensor]:
         """Run the model on chunks of one kind; rows that decide something, and their hidden states [rows, D]."""
         tokens_BS = self.context.begin(chunks)
         with self.routes.recording(self.context.slots_N):
@@ -181,13 +182,17 @@ class Engine:
         rows = rows_of(chunks)
         if len(rows) == hidden_ND.shape[0]:
             return rows, hidden_ND
+        # What decides something is seen by its log-probability. The rest is in the caches as well, and would be left there.
+        sound_N = hidden_ND.isfinite().all(-1).tolist()
+        ends = itertools.accumulate(chunk.end - chunk.start for chunk in chunks)
+        unsound += [chunk.job for chunk, end in zip(chunks, ends, strict=True) if not all(sound_N[end - chunk.end + chunk.start : end])]
         return rows, hidden_ND[torch.tensor([row.place for row in rows], dtype=torch.int64).to(self.device)]
 
-    def _take(self, rows: Sequence[Row], tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Give each request its tokens; those that have all end."""
+    def _take(self, rows: Sequence[Row], tokens: Sequence[int], log_probs: Sequence[float], jobs: Sequence[Job]) -> None:
+        """Give each request its tokens; those that have all end, and those that are not sound: `jobs`, and whose log-probabilities are not finite."""
         version = self.version
         assert version is not None, "there are no weights"
-        unsound: dict[int, Job] = {}
+        unsound = {id(job): job for job in jobs}
         for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
             if not math.isfinite(log_prob):
                 unsound[id(row.job)] = row.job
