@@ -33,11 +33,14 @@ COMPARED = ("reward", "gap", "gap_tokens", "trained_tokens", "lag", "length")
 
 def step_facts(run: Path) -> list[tuple[int, tuple[Any, ...]]]:
     """What each step was, in the order of the log: a step that was done again is there twice."""
-    rollouts = iter(events(run, "rollouts"))
+    rollouts: dict[int, dict[str, Any]] = {}
     found = []
-    for event in events(run, "step"):
-        rollout = next(rollouts, {})
-        found.append((event["step"], (event["loss"], event["gradient_norm"], *(rollout.get(name) for name in COMPARED))))
+    for event in events(run):
+        if event["event"] == "rollouts":  # A kill may come between these and the end of their step.
+            rollouts[event["step"]] = event
+        elif event["event"] == "step":
+            rollout = rollouts.get(event["step"], {})
+            found.append((event["step"], (event["loss"], event["gradient_norm"], *(rollout.get(name) for name in COMPARED))))
     return found
 
 
