@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy
 import torch
 from intarsia.contracts import IGNORE, Batch
+from intarsia_data.batches import Row, stack
 
 from intarsia_rl.contracts import Sample, Segment
 from intarsia_rl.controller.rollout import POLICY
@@ -110,27 +112,23 @@ def routes_shape(rows: Sequence[Sequence[Piece]]) -> tuple[int, int] | None:
 def _stack(rows: Sequence[Sequence[Piece]], packing: Packing, numbers: Mapping[str, float], routes: tuple[int, int] | None) -> Batch:
     """The rows as one Batch; what is left of a row is padding, a document of its own."""
     size, count = packing.row, len(rows)
-    tokens = numpy.full((count, size), packing.pad_id, numpy.int64)
-    labels = numpy.full((count, size), IGNORE, numpy.int64)
-    positions = numpy.zeros((count, size), numpy.int64)
-    documents = numpy.zeros((count, size), numpy.int32)
     beside = {name: numpy.zeros((count, size), numpy.float32) for name in ("old_log_probs_BS", "advantages_BS", "weights_BS")}
     versions = numpy.full((count, size), -1, numpy.int32)
     audit = numpy.full((count, size), numpy.nan, numpy.float32)
     reference = numpy.zeros((count, size), numpy.float32)
     choices = None if routes is None else numpy.full((count, size, *routes), -1, numpy.int16)
-    lengths: list[tuple[int, ...]] = []
+    made: list[Row] = []
     places: list[tuple[tuple[str, int], ...]] = []
     for row, pieces in enumerate(rows):
+        tokens, labels = numpy.full(size, packing.pad_id, numpy.int64), numpy.full(size, IGNORE, numpy.int64)
         at = 0
-        for document, piece in enumerate(pieces):
+        for piece in pieces:
             segment, end = piece.segment, at + len(piece)
-            tokens[row, at:end] = segment.tokens
-            positions[row, at:end], documents[row, at:end] = numpy.arange(end - at), document
+            tokens[at:end] = segment.tokens
             # Labels are one place ahead: what is said of token t stands beside the input t - 1.
             trained = numpy.array(segment.trained[1:], bool)
             place = at + numpy.flatnonzero(trained)
-            labels[row, place] = numpy.array(segment.tokens[1:])[trained]
+            labels[place] = numpy.array(segment.tokens[1:])[trained]
             beside["old_log_probs_BS"][row, place] = numpy.array(segment.log_probs[1:], numpy.float32)[trained]
             beside["advantages_BS"][row, place] = piece.weighed.advantage
             beside["weights_BS"][row, place] = piece.weighed.weight
@@ -139,25 +137,24 @@ def _stack(rows: Sequence[Sequence[Piece]], packing: Packing, numbers: Mapping[s
                 if values is not None:
                     into[row, place] = numpy.array(values[1:], numpy.float32)[trained]
             if choices is not None and segment.routes is not None:
-                made = numpy.frombuffer(segment.routes.data, "<i2").reshape(segment.routes.shape)
-                choices[row, at : at + len(made)] = made
+                chosen = numpy.frombuffer(segment.routes.data, "<i2").reshape(segment.routes.shape)
+                choices[row, at : at + len(chosen)] = chosen
             at = end
-        if at < size:
-            positions[row, at:], documents[row, at:] = numpy.arange(size - at), len(pieces)
+        lengths = [len(piece) for piece in pieces] + ([size - at] if at < size else [])
+        made.append(Row(tokens, labels, numpy.array(lengths), 0, pieces[0].number if pieces else -1))
         places.append(tuple((piece.weighed.sample.id, piece.place) for piece in pieces))
-        lengths.append(tuple([len(piece) for piece in pieces] + ([size - at] if at < size else [])))
     extra = {**{name: torch.from_numpy(values) for name, values in beside.items()}, "versions_BS": torch.from_numpy(versions)}
     extra["audit_log_probs_BS"] = torch.from_numpy(audit)
     if packing.reference:
         extra["reference_log_probs_BS"] = torch.from_numpy(reference)
     if choices is not None:
         extra["routes_BSLK"] = torch.from_numpy(choices)
-    return Batch(
-        tokens_BS=torch.from_numpy(tokens),
-        labels_BS=torch.from_numpy(labels),
-        positions_BS=torch.from_numpy(positions),
-        documents_BS=torch.from_numpy(documents),
-        lengths=tuple(lengths),
-        samples=tuple(row[0].number if row else -1 for row in rows),
-        extra={**extra, **numbers, "pieces": tuple(places), "count": sum(piece.count for pieces in rows for piece in pieces)},
-    )
+    counted = sum(piece.count for pieces in rows for piece in pieces)
+    return dataclasses.replace(stack(made, size), extra={**extra, **numbers, "pieces": tuple(places), "count": counted})
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors there."""
+    extra = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.extra.items()}
+    tensors: dict[str, Any] = {name: getattr(batch, name).to(device) for name in ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")}
+    return dataclasses.replace(batch, extra=extra, **tensors)

@@ -26,6 +26,7 @@ from intarsia_data.batches import Row, stack
 from intarsia_data.order import key_of, mix
 from intarsia_data.store import TokenStore, open_store
 
+from intarsia_rl.packing import on_device
 from intarsia_rl.preferences import packing
 from intarsia_rl.preferences.config import PreferencesConfig
 
@@ -277,7 +278,7 @@ class PreferencesLoader:
             with loss.recording() as recorded:
                 for numbers in asked:
                     for batch in self.make_step(numbers):
-                        engine.evaluate(_on_device(batch, mesh.device))
+                        engine.evaluate(on_device(batch, mesh.device))
         finally:
             model.train(was_training)
         for pairs, sums_P2 in recorded if tells else ():
@@ -380,9 +381,3 @@ class _Found:
                 f"{name} gives documents and no pairs (an attribute `pairs` that is True says that they come in twos). Choose data.mixture.0.source=preferences."
             )
         return cls(name, open_store(source, tokenizer, name, cache))
-
-
-def _on_device(batch: Batch, device: torch.device) -> Batch:
-    extra = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.extra.items()}
-    tensors: dict[str, Any] = {name: getattr(batch, name).to(device) for name in ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")}
-    return dataclasses.replace(batch, extra=extra, **tensors)

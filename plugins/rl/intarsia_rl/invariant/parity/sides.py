@@ -9,16 +9,20 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from intarsia import ops
 from intarsia.contracts import IGNORE
 from intarsia.errors import UsageError
+from intarsia_data.batches import Row, stack
 from intarsia_eager.context import TrainContext, windows_of
+from intarsia_eager.following import with_following
 from torch import nn
 
 from intarsia_rl.algorithms.operators import token_log_probs
 from intarsia_rl.contracts import Generated, Request, Sampling, WeightVersion
 from intarsia_rl.invariant.parity.record import Recorder, Token
+from intarsia_rl.packing import on_device
 
 Sequences = Mapping[str, Sequence[int]]
 """Token ids by the sequence's name."""
@@ -55,39 +59,34 @@ class Trainer:
 
     def _scored(self, sequences: Sequences, rows: Sequence[Sequence[str]], width: int, recorder: Recorder | None) -> LogProbs:
         places: list[Token | None] = []
-        tokens_BS, labels, positions_BS, documents_BS, lengths = [], [], [], [], []
-        for names in rows:
+        made: list[Row] = []
+        for number, names in enumerate(rows):
             documents = [(name, list(sequences[name])) for name in names]
             rest = width - sum(len(tokens) for _, tokens in documents)
             documents += [("", [0] * rest)] if rest else []
-            tokens_BS.append(list(itertools.chain.from_iterable(tokens for _, tokens in documents)))
-            positions_BS.append(list(itertools.chain.from_iterable(range(len(tokens)) for _, tokens in documents)))
-            documents_BS.append(list(itertools.chain.from_iterable([n] * len(tokens) for n, (_, tokens) in enumerate(documents))))
-            lengths.append(tuple(len(tokens) for _, tokens in documents))
+            labels: list[int] = []
             for name, tokens in documents:
                 labels += [*tokens[1:], IGNORE] if name else [IGNORE] * len(tokens)
                 places += [(name, position) if name else None for position in range(len(tokens))]
-        ids = torch.tensor(tokens_BS, device=self.device)
-        following = torch.zeros((*ids.shape, getattr(self.model, "predicts_ahead", 0)), dtype=torch.int64, device=self.device)
+            ids = list(itertools.chain.from_iterable(tokens for _, tokens in documents))
+            made.append(Row(numpy.array(ids), numpy.array(labels), numpy.array([len(tokens) for _, tokens in documents]), 0, number))
+        batch = on_device(with_following(stack(made, width), getattr(self.model, "predicts_ahead", 0)), self.device)
         if recorder:
             recorder.tokens(places)
         with (
             ops.installed(recorder.choices(self.choices) if recorder else self.choices),
             recorder.watching(self.model) if recorder else contextlib.nullcontext(),
         ):
-            context = TrainContext(
-                torch.tensor(positions_BS, device=self.device),
-                torch.tensor(documents_BS, dtype=torch.int32, device=self.device),
-                tuple(lengths),
-                windows_of(self.model),
-                following if following.shape[-1] else None,
-            )
-            hidden = self.model(ids, context)
+            hidden = self.model(batch.tokens_BS, TrainContext.of(batch, windows_of(self.model)))
             hidden_BSD = hidden[0] if isinstance(hidden, tuple) else hidden
-            labels_N = torch.tensor(labels, device=self.device)
+            labels_N = batch.labels_BS.flatten()
             found_N, _ = token_log_probs(hidden_BSD.flatten(0, 1), self.model.head_weight_VD, labels_N)
         values = found_N.detach().cpu().tolist()
-        return {place: value for place, value, label in zip(places, values, labels, strict=True) if place is not None and label != IGNORE}
+        return {
+            place: value
+            for place, value, label in zip(places, values, labels_N.tolist(), strict=True)
+            if place is not None and label != IGNORE
+        }
 
 
 @dataclasses.dataclass(frozen=True)
