@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -42,7 +43,9 @@ class RolloutWriter:
 
     def line(self, sample: Sample, **further: Any) -> dict[str, Any]:
         """A sample as it is written: `further` fields first, each segment's text, no routes."""
-        value = sample_to_json(sample)
+        # Without them first: they are large, and would be turned into text for nothing.
+        bare = dataclasses.replace(sample, segments=tuple(dataclasses.replace(segment, routes=None) for segment in sample.segments))
+        value = sample_to_json(bare)
         segments = [self._segment(segment, shown) for segment, shown in zip(sample.segments, value["segments"], strict=True)]
         return {**further, **value, "segments": segments}
 
