@@ -154,7 +154,9 @@ def read(
     DistributedError where a rank cannot be reached in the attempts that the location allows, or does not keep the version any more.
     """
     sources = [_Source(host, port, location) for host, port in location["servers"]]
-    with concurrent.futures.ThreadPoolExecutor(max(1, min(len(sources), 16)), "weights-read") as pool, _closing(sources):
+    with concurrent.futures.ThreadPoolExecutor(max(1, min(len(sources), 16)), "weights-read") as pool, contextlib.ExitStack() as ends:
+        for source in sources:
+            ends.callback(source.end)
         indices = list(pool.map(_Source.index, sources))
         plan = _Plan(indices)
         wanted = [(name, box) for name in names for box in plan.boxes(name, boxes or {})]
@@ -164,20 +166,6 @@ def read(
             arrived = [future.result() for future in flying]
             flying = _ask(pool, sources, plan, batches[number + 1]) if number + 1 < len(batches) else []
             yield from plan.assemble(batch, arrived)
-
-
-class _closing:
-    """Closes connections, whatever happens."""
-
-    def __init__(self, sources: Sequence[_Source]) -> None:
-        self._sources = sources
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *_: object) -> None:
-        for source in self._sources:
-            source.end()
 
 
 class _Source:
