@@ -34,8 +34,6 @@ from intarsia_rl.weights.config import SharedMemoryConfig
 
 from intarsia_environments.config import AlphabetSortConfig, ArithmeticConfig, CharactersConfig, CodeConfig
 
-ROLES = ("system", "user", "assistant", "tool")
-
 
 def small_model(tokenizer_ids: int) -> Llama3Config:
     """About 110 thousand parameters."""
@@ -62,9 +60,7 @@ def _debug(
     *,
     steps: int,
     groups: int = 16,
-    group: int = 8,
-    lr: float = 1e-3,
-    sequence_length: int = 256,
+    group: int = 16,
     held_out: int = 64,
 ) -> Recipe:
     return Recipe(
@@ -86,30 +82,30 @@ def _debug(
             # Every recipe names a source; rollouts read none.
             mixture=(MixturePart(source=StdlibConfig(limit=1)),),
         ),
-        optimizer=AdamWConfig(lr=lr, weight_decay=0.0, betas=(0.9, 0.95)),
+        optimizer=AdamWConfig(lr=1e-3, weight_decay=0.0, betas=(0.9, 0.95)),
         schedule=WSDConfig(warmup_steps=10, decay=0.2),
         loss=PolicyLossConfig(algorithm=GRPOConfig()),
         engine=EagerConfig(),
         sharder=FlexShardConfig(),
         checkpoint=CheckpointConfig(every=50, backend=StreamConfig(), storage=PosixConfig()),
-        train=TrainConfig(steps=steps, sequence_length=sequence_length, micro_batch=8, global_batch=8, threads=1),
+        train=TrainConfig(steps=steps, sequence_length=256, micro_batch=8, global_batch=8, threads=1),
     )
 
 
 def alphabet_sort_debug() -> Recipe:
     """Sort two letters of eight, then a third one between them: two turns, a reward for every place."""
     environment = AlphabetSortConfig(letters=8, length=1, first=2, more=1, turns=2, separator="", instructions="")
-    return _debug("alphabet-sort-debug", environment, CharactersConfig(alphabet="abcdefgh", roles=ROLES), 14, steps=250, group=16)
+    return _debug("alphabet-sort-debug", environment, CharactersConfig(alphabet="abcdefgh"), 14, steps=250)
 
 
 def arithmetic_debug() -> Recipe:
     """Sums of five digits from 0 to 2."""
     environment = ArithmeticConfig(level=0, partial=0.1, instructions="")
-    return _debug("arithmetic-debug", environment, CharactersConfig(alphabet="0123456789+", roles=ROLES), 17, steps=300, group=16)
+    return _debug("arithmetic-debug", environment, CharactersConfig(alphabet="0123456789+"), 17, steps=300)
 
 
 def code_debug() -> Recipe:
     """Write the expression that a function returns; each try runs in the sandbox."""
     environment = CodeConfig(level=0, form="expression", turns=2, tests=4, instructions="", tokens=8)
-    tokenizer = CharactersConfig(alphabet="x0123456789+-*() ", roles=ROLES)
+    tokenizer = CharactersConfig(alphabet="x0123456789+-*() ")
     return _debug("code-debug", environment, tokenizer, 23, steps=100, groups=4, group=4, held_out=8)
