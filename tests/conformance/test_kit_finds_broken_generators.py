@@ -149,3 +149,18 @@ def test_priorities_and_unfinished_business(kit: Kit, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Kit, "new_tokens", 40)
     says(kit, "test_lower_priority_numbers_are_served_earlier", "priority")
     says(kit, "test_cancelled_calls_leave_nothing", "cancelling")
+
+
+@pytest.mark.parametrize("serves", [True, False], ids=["serves", "hangs"])
+def test_requests_after_the_end(kit: Kit, monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
+    real = LocalGenerator.close
+
+    async def close(self: LocalGenerator) -> None:
+        if not serves:
+            await real(self)
+            self._closed = False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalGenerator, "close", close)
+        patched.setattr(Kit, "timeout_s", 10.0 if serves else 2.0)
+        says(kit, "test_closing", "close")
