@@ -86,6 +86,23 @@ def test_steps_of_several_requests_are_whole_passes(name: str, together: bool) -
         torch.testing.assert_close(torch.cat(parts), whole, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama3/debug", "deepseek_v3/debug"])
+@torch.no_grad()
+def test_a_request_that_is_not_sound_spoils_no_other_of_its_step(name: str) -> None:
+    """The shorter one is padded to it, and sees nothing of it."""
+    model = model_of(name)
+    model.tok_embeddings.weight[7] = torch.nan
+    specs = specs_of(model)
+    caches = {mixer: Kept() for mixer in specs}
+    for starts, lengths, tokens in [((0, 9, 13), (9, 4), [7] * 9 + [1, 2, 3, 4]), ((0, 1, 2), (10, 5), [7, 5])]:
+        positions = torch.cat(
+            [torch.arange(length - end + start, length) for length, start, end in zip(lengths, starts, starts[1:], strict=False)]
+        )
+        hidden = model(torch.tensor([tokens]), PagedContext(positions, specs, caches, Step(starts, lengths, (0, 1))))[0]
+        finite = hidden.isfinite().all(-1)
+        assert finite[starts[1] :].all() and not finite[: starts[1]].any()
+
+
 @torch.no_grad()
 def test_a_pass_that_measures_keeps_nothing() -> None:
     model = model_of("llama3/debug")

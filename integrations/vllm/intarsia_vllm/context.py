@@ -179,7 +179,8 @@ class _Group:
         positions_L = torch.arange(max(lengths), device=device)
         there_RL = positions_L < length_R1
         begin_R1 = torch.tensor([ends[request] for request in requests], device=device)[:, None]
-        self.entries_RL = torch.where(there_RL, begin_R1 + positions_L, 0)
+        # Padded with a request's own first entry: what is not finite in another's would spoil sums even where its weight is 0.
+        self.entries_RL = begin_R1 + torch.where(there_RL, positions_L, 0)
         self.mask = {
             "positions_q_BS": length_R1 - new + torch.arange(new, device=device),
             "positions_k_BT": torch.where(there_RL, positions_L, -1),

@@ -6,13 +6,15 @@ vLLM's flat [T] tokens and positions become one row of documents, `project` make
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from intarsia import device as devices
 from intarsia import ops
 from intarsia.errors import PluginError, UsageError, did_you_mean
 from intarsia.plugins import current, verify_child
+from intarsia_generation.engine.build import make_plain
+from intarsia_generation.engine.routes import has_routers
 from intarsia_rl.weights import build
 from torch import Tensor, nn
 from vllm.config import VllmConfig
@@ -47,7 +49,7 @@ class IntarsiaForCausalLM(nn.Module):
         self.choices = ops.select(dict(self.recipe.kernels), self.plugins, devices.capabilities(), name, invariant=self.invariant).choices
         self.model: Any = build.build_model(self.recipe, self.plugins, place, settings.dtype)
         if self.invariant:
-            take_plain_forms(self.model)
+            make_plain(self.model)
         self.specs = specs_of(self.model)
         # Not under the mixers' own names: vLLM reads a layer's number out of them.
         self.caches = {mixer: CacheLayer(vllm_config, f"mixer.{number}", spec) for number, (mixer, spec) in enumerate(self.specs.items())}
@@ -57,7 +59,7 @@ class IntarsiaForCausalLM(nn.Module):
 
     def attach(self, runner: Any) -> None:
         """Learn of the runner, which knows whose tokens are computed: a mixture of experts reports their routes by it."""
-        if self.routes is None and any(hasattr(module, "route_number") for module in self.model.modules()):
+        if self.routes is None and has_routers(self.model):
             self.routes = RouteStore(runner)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -113,10 +115,3 @@ class IntarsiaForCausalLM(nn.Module):
         if len(groups) > 1:
             raise PluginError("vLLM put this model's caches into several groups, which the integration does not expect.")
         return next(iter(groups.values()))
-
-
-def take_plain_forms(model: nn.Module) -> None:
-    """Have latent attention compute as it does in training: another order of products gives other bits."""
-    for module in model.modules():
-        if getattr(module, "form", None) in ("auto", "absorbed"):
-            cast(Any, module).form = "plain"
