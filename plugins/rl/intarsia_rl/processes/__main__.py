@@ -25,7 +25,10 @@ def main() -> int:
     if arguments.lifeline is not None:
         lifeline.hold(arguments.lifeline)
     token = b"" if arguments.connect is None else bytes.fromhex(sys.stdin.readline().strip())
-    return asyncio.run(_serve(arguments, token))
+    code = asyncio.run(_serve(arguments, token))
+    if code and arguments.lifeline is not None:
+        lifeline.linger(arguments.lifeline)
+    return code
 
 
 async def _serve(arguments: argparse.Namespace, token: bytes) -> int:

@@ -21,11 +21,17 @@ def hold(line: int) -> None:
         fcntl.fcntl(line, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
     # The end that came before this was asked for sends no signal.
+    linger(line, 0.0)
+    threading.Thread(target=_wait, args=(line,), name="lifeline", daemon=True).start()
+
+
+def linger(line: int, seconds: float = 2.0) -> None:
+    """End this process's group if the starter ends within some seconds. A starter that ends closes its connection a moment before its pipe: a process that left in between would leave behind what
+    it has started."""
     poll = select.poll()
     poll.register(line, select.POLLIN | select.POLLHUP)
-    if poll.poll(0):
+    if poll.poll(1000 * seconds):
         end_group()
-    threading.Thread(target=_wait, args=(line,), name="lifeline", daemon=True).start()
 
 
 def _wait(line: int) -> None:
