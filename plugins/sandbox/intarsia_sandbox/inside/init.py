@@ -31,7 +31,7 @@ def enter(report: int, go: int, asked: dict[str, Any]) -> None:
         tell(report, {"init": number})
         os._exit(0)
     except OSError as error:
-        tell(report, {"refused": f"namespaces ({error})", "errno": error.errno})
+        tell(report, {"refused": f"namespaces ({error})"})
         os._exit(1)
 
 
@@ -51,7 +51,7 @@ def first(report: int, go: int, asked: dict[str, Any], two_users: bool) -> None:
             has_proc = files.build(asked["paths"], asked["links"], asked["limits"]["file_bytes"])
             kernel.set_host_name(b"sandbox")
         except (OSError, StopIteration) as error:
-            tell(report, {"refused": f"a file system of its own ({error})", "errno": getattr(error, "errno", 0)})
+            tell(report, {"refused": f"a file system of its own ({error})"})
             os._exit(1)
         tell(report, {"proc": has_proc})
         _run(report, asked, files.USER if two_users else None, has_proc)

@@ -141,7 +141,7 @@ def _map_users(middle: int) -> bool:
                 "0",
                 "4294967295",
             ]:  # The kernel's first user namespace, where no limit of processes holds for user 0.
-                raise Answer(refused=f"another user for the command (root may not map user {NOBODY} here)", errno=1)
+                raise Answer(refused=f"another user for the command (root may not map user {NOBODY} here)")
     with open(f"/proc/{middle}/setgroups", "w") as file:
         file.write("deny")
     for name, mine in (("uid_map", own[0]), ("gid_map", own[1])):
