@@ -14,7 +14,7 @@ SYSTEM = {"role": "system", "content": "Answer with a number."}
 
 
 def conversation(draw: random.Random) -> dict[str, object]:
-    """Two questions with their answers. The second half of the conversations begins with a wrong answer, which is not trained on."""
+    """Two questions with their answers. About half of the conversations begin with a wrong answer, which is not trained on."""
     a, b, c = (draw.randrange(10) for _ in range(3))
     first = {"role": "assistant", "content": str(a + b)}
     if draw.random() < 0.5:
