@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,18 +37,23 @@ def check_fit(weights: WeightReader, wanted: Mapping[str, tuple[int, ...]]) -> N
 def model_differences(recipe: Recipe, model: ModelConfig, plugins: Plugins) -> list[str]:
     """Where a recipe's model computes something else than `model`, both sides of each. Fields whose metadata say `"computes": False` are no matter (`intarsia.config.Config`)."""
     one, other = (flatten(each, plugins) for each in (recipe, chz.replace(recipe, model=model)))
-    skipped = _no_matter(recipe.model) | _no_matter(model)
-    paths = [path for path in one | other if path.startswith("model") and not skipped & set(path.split("."))]
-    return [f"{path} is {one.get(path)!r}, there {other.get(path)!r}" for path in paths if one.get(path) != other.get(path)]
+    skipped = {*_no_matter("model", recipe.model), *_no_matter("model", model)}
+    paths = [path for path in one | other if path.startswith("model") and one.get(path) != other.get(path)]
+    # A path is skipped with any that it lies beneath.
+    told = (path for path in paths if skipped.isdisjoint(itertools.accumulate(path.split("."), "{}.{}".format)))
+    return [f"{path} is {one.get(path)!r}, there {other.get(path)!r}" for path in told]
 
 
-def _no_matter(node: object) -> set[str]:
-    """Names of the fields of a config, and of those within, whose metadata say that the model computes the same whatever they are."""
+def _no_matter(path: str, node: object) -> Iterator[str]:
+    """Paths of the fields of a config, and of those within, whose metadata say that the model computes the same whatever they are."""
     if isinstance(node, tuple):
-        return set().union(*map(_no_matter, node))
-    fields = chz.chz_fields(node) if chz.is_chz(node) else {}
-    own = {name for name, field in fields.items() if (field.metadata or {}).get("computes") is False}
-    return own.union(*(_no_matter(getattr(node, name)) for name in fields))
+        for number, item in enumerate(node):
+            yield from _no_matter(f"{path}.{number}", item)
+    for name, field in chz.chz_fields(node).items() if chz.is_chz(node) else ():
+        if (field.metadata or {}).get("computes") is False:
+            yield f"{path}.{name}"
+        else:
+            yield from _no_matter(f"{path}.{name}", getattr(node, name))
 
 
 def open_weights(path: str | os.PathLike[str], plugins: Plugins | None = None) -> WeightReader:
