@@ -5,16 +5,16 @@ An element's bits are then the same whatever the tile: which tile it is may depe
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from intarsia.errors import UsageError
+from intarsia_models_common.moe.products import routing
 from torch import Tensor
 from torch.library import wrap_triton
 
 from intarsia_kernels.direct import direct_op
+from intarsia_kernels.invariant.linear import differentiable
 
 TILES = ((16, (16, 64, 128, 4, 4)), (64, (64, 128, 128, 4, 3)), (1 << 62, (128, 256, 64, 8, 3)))
 """Up to how many rows: rows and columns of a tile, inputs of a step, warps, stages."""
@@ -89,47 +89,19 @@ def ascending_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     return y_NO
 
 
-class _Linear(torch.autograd.Function):
-    """Backward by torch: it need not be invariant, and repeats exactly."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_NI, weight_OI)
-        y_NO = ascending_product(x_NI.reshape(-1, x_NI.shape[-1]), weight_OI)
-        y_NO = y_NO if bias_O is None else y_NO + bias_O
-        return y_NO.reshape(*x_NI.shape[:-1], weight_OI.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, weight_OI = ctx.saved_tensors
-        grad_NO = grads[0].reshape(-1, weight_OI.shape[0])
-        grad_x = torch.mm(grad_NO, weight_OI).view(x_NI.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.mm(grad_NO.t(), x_NI.reshape(-1, x_NI.shape[-1])) if ctx.needs_input_grad[1] else None
-        grad_bias = grad_NO.sum(0, dtype=torch.float32).to(grad_NO.dtype) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias
+_differentiable = differentiable(ascending_product)
 
 
 def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """As `intarsia.ops.linear`, for bfloat16, float16 and float32."""
     if x_NI.dtype != weight_OI.dtype:
         raise UsageError(f"linear/ascending multiplies matrices of one dtype, and was given {x_NI.dtype} and {weight_OI.dtype}.")
-    return _Linear.apply(x_NI, weight_OI, bias_O)
+    return _differentiable(x_NI, weight_OI, bias_O)
 
 
-class _RouterLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_ED: Tensor) -> Tensor:
-        ctx.save_for_backward(x_ND, weight_ED)
-        return ascending_product(x_ND.float(), weight_ED.float())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, weight_ED = ctx.saved_tensors
-        grad_x = torch.mm(grads[0], weight_ED.float()).to(x_ND.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.mm(grads[0].t(), x_ND.float()).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight
+_routing = routing(ascending_product)
 
 
 def router_linear(x_ND: Tensor, weight_ED: Tensor) -> Tensor:
     """As the operator `router_linear`: float32 products, not TF32."""
-    return _RouterLinear.apply(x_ND, weight_ED)
+    return _routing(x_ND, weight_ED)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from intarsia_models_common.moe.products import grouped, weight_gradient
+from intarsia_models_common.moe.products import grouped, routing, weight_gradient
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -38,26 +35,9 @@ def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor
 grouped_linear.weight_gradient = weight_gradient  # type: ignore[attr-defined]
 
 
-class _RouterLinear(torch.autograd.Function):
-    """Keeps the input as it is and not its float32 copy."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_ED: Tensor) -> Tensor:
-        ctx.save_for_backward(x_ND, weight_ED)
-        return product(_wide(x_ND), _wide(weight_ED))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, weight_ED = ctx.saved_tensors
-        grad_x = torch.mm(grads[0], _wide(weight_ED)).to(x_ND.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.mm(grads[0].t(), _wide(x_ND)).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+_routing = routing(product)
 
 
 def router_linear(x_ND: Tensor, weight_ED: Tensor) -> Tensor:
     """As the operator `router_linear`."""
-    return _RouterLinear.apply(x_ND, weight_ED)
+    return _routing(x_ND, weight_ED)

@@ -163,29 +163,37 @@ def scaled_grouped_linear(
     return _scaled(x_MI, weight_EOI, payload_EOI, scales_Eoi, counts_E, tile)
 
 
-class _RouterLinear(torch.autograd.Function):
-    """Keeps the input as it is and not its float32 copy."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_ED: Tensor) -> Tensor:
-        ctx.save_for_backward(x_ND, weight_ED)
-        return torch.mm(_wide(x_ND), _wide(weight_ED).t())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, weight_ED = ctx.saved_tensors
-        grad_x = torch.mm(grads[0], _wide(weight_ED)).to(x_ND.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.mm(grads[0].t(), _wide(x_ND)).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight
-
-
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def routing(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A differentiable `router_linear` from `product(x, W)`, `x @ W^T` of float32 (or float64) matrices. Kernels are made by it too."""
+
+    class RouterLinear(torch.autograd.Function):
+        """Keeps the input as it is and not its float32 copy."""
+
+        @staticmethod
+        def forward(ctx: Any, x_ND: Tensor, weight_ED: Tensor) -> Tensor:
+            ctx.save_for_backward(x_ND, weight_ED)
+            return product(_wide(x_ND), _wide(weight_ED))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            x_ND, weight_ED = ctx.saved_tensors
+            grad_x = torch.mm(grads[0], _wide(weight_ED)).to(x_ND.dtype) if ctx.needs_input_grad[0] else None
+            grad_weight = torch.mm(grads[0].t(), _wide(x_ND)).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None
+            return grad_x, grad_weight
+
+    return RouterLinear.apply
+
+
+_routing = routing(lambda x_ND, weight_ED: torch.mm(x_ND, weight_ED.t()))
+
+
 def router_linear(x_ND: Tensor, weight_ED: Tensor) -> Tensor:
     """`x @ weight^T` in float32 (float64 for that dtype) whatever the dtypes are: [N, E]."""
-    return _RouterLinear.apply(x_ND, weight_ED)
+    return _routing(x_ND, weight_ED)
 
 
 def router_sigmoid(logits_NE: Tensor) -> Tensor:
