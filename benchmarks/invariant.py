@@ -1,4 +1,4 @@
-"""What the batch-invariant mode costs: products, attention and a decoder layer's step, by the usual kernels and by the mode's. Prints one JSON line for each.
+"""What the batch-invariant mode costs: products and attention, and on a CPU the step of whole models, by the usual kernels and by the mode's. Prints one JSON line for each.
 
     python benchmarks/invariant.py                                        # a CPU, the debug model's sizes
     CUBLAS_WORKSPACE_CONFIG=:0:0 python benchmarks/invariant.py --device cuda    # Llama 1B's width
@@ -17,7 +17,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from intarsia import device as devices
 from intarsia import ops, plugins
+from intarsia.config import resolve
+from intarsia.contracts import Batch
+from intarsia_eager.engine import prepare
+from intarsia_rl.weights.build import build_model, fill_initial
+from intarsia_testing.model import documents_of, positions_of
 from torch import Tensor
 
 KERNELS = {
@@ -29,25 +35,31 @@ KERNELS = {
 }
 
 
+MODELS = (("llama3/debug", "float32"), ("deepseek_v3/debug", "float32"), ("llama3/debug", "bfloat16"))
+"""Whole models, with what they compute in."""
+
+
 def function_of(op: str, name: str) -> Callable[..., Any]:
     """A kernel by name, called as the operator calls it."""
     found = plugins.current()
     return ops.operators()[op].reference if name == "reference" else found.target(found.registry("kernel").find(name, op=op))
 
 
-def median_ms(function: Callable[[], object], device: str, repeats: int) -> float:
-    """Median time of a call, after two to warm up."""
-    times = []
+def median_ms(function: Callable[[], object], device: str, repeats: int) -> dict[str, float]:
+    """Median time of a call, after two to warm up; on a CPU the shortest CPU time as well, which other work disturbs least."""
+    times, cpu_times = [], []
     for number in range(repeats + 2):
         if device == "cuda":
             torch.cuda.synchronize()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         function()
         if device == "cuda":
             torch.cuda.synchronize()
         if number > 1:
             times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+            cpu_times.append(1e3 * (time.process_time() - cpu))
+    found = {"ms": round(statistics.median(times), 4)}
+    return found | {"cpu_ms": round(min(cpu_times), 4)} if device == "cpu" else found
 
 
 def step(function: Callable[..., Tensor], leaves: list[Tensor], **settings: Any) -> Callable[[], object]:
@@ -56,6 +68,29 @@ def step(function: Callable[..., Tensor], leaves: list[Tensor], **settings: Any)
     def run() -> object:
         out = function(*leaves, **settings)
         return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return run
+
+
+def model_step(name: str, dtype: str, rows: int, tokens: int, invariant: bool) -> Callable[[], object]:
+    """Forward and backward of a model on a CPU, over rows of four documents each."""
+    recipe = resolve(name, ["train.device=cpu", f"precision.compute={dtype}"], ["batch_invariant"] if invariant else []).recipe
+    loaded = plugins.current()
+    choices = ops.select(recipe.kernels, loaded, devices.capabilities(), dtype, invariant=invariant).choices
+    model: Any = build_model(recipe, loaded, "cpu", dtype).train().requires_grad_(True)
+    fill_initial(model, recipe, loaded)
+    lengths = ((tokens // 4,) * 4,) * rows
+    tokens_BS = torch.arange(rows * tokens).view(rows, tokens) * 7 % 250
+    batch = Batch(tokens_BS, tokens_BS.roll(-1, 1), positions_of(documents_of(lengths)), documents_of(lengths), lengths)
+
+    def run() -> None:
+        model.zero_grad()
+        with ops.installed(choices):
+            local, context = prepare(batch, getattr(model, "predicts_ahead", 0), None, (None,))
+            hidden = model(local.tokens_BS, context)
+            outputs = hidden if isinstance(hidden, tuple) else (hidden,)
+            labels_N = local.labels_BS.flatten()
+            sum(ops.cross_entropy(each_BSD.flatten(0, 1), model.head_weight_VD, labels_N) for each_BSD in outputs).backward()
 
     return run
 
@@ -76,21 +111,25 @@ def main() -> None:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).to(getattr(torch, dtype))
 
-    def tell(op: str, kernel: str, what: str, function: Callable[[], object]) -> None:
-        facts = {
+    def tell(op: str, kernel: str, what: str, function: Callable[[], object], kind: str | None = None) -> None:
+        facts: dict[str, Any] = {
             "op": op,
             "kernel": kernel,
             "what": what,
-            "dtype": dtype,
+            "dtype": kind or dtype,
             "device": device,
             "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
         }
         try:
-            facts["ms"] = round(median_ms(function, device, arguments.repeats), 4)
+            facts |= median_ms(function, device, arguments.repeats)
         except Exception as error:  # what cannot run here is said, and the rest is measured
             facts["failed"] = f"{type(error).__name__}: {error}"
         print(json.dumps(facts), flush=True)
 
+    for name, kind in MODELS if is_small else ():
+        for invariant in (False, True):
+            work = model_step(name, kind, rows, tokens, invariant)
+            tell("model", "the mode's" if invariant else "usual", f"step of {name}, {rows} x {tokens}", work, kind)
     contexts = (128,) if is_small else (4096,)
     for kernel in KERNELS[device]["linear"]:
         function = function_of("linear", kernel)
