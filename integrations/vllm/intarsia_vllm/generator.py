@@ -124,7 +124,7 @@ class VllmGenerator:
                 if stopped or len(live.tokens) + len(new) == request.sampling.max_tokens:
                     break
                 new.append(token)
-                stopped = text is not None and _stops(text, token, len(live.tokens) + len(new) == request.sampling.max_tokens)
+                stopped = text is not None and text.stops(token, len(live.tokens) + len(new) == request.sampling.max_tokens)
             live.take(new, [piece.logprobs[place][token].logprob for place, token in enumerate(new)])
             if piece.finish_reason is not None:
                 live.finish = "stop" if stopped else engines.finish_of(piece, live)
@@ -304,11 +304,3 @@ class VllmGenerator:
             self.on_gone(f"{type(error).__name__}: {error}")
             return ProcessDied("the vLLM engine", f"{type(error).__name__}: {error}")
         return PluginError(f"vLLM: {type(error).__name__}: {error}")
-
-
-def _stops(text: IncrementalText, token: int, is_last: bool) -> bool:
-    """Whether a stop text is complete with this token."""
-    text.add(token)
-    if text.stopped_by is None and is_last:
-        text.finish()
-    return text.stopped_by is not None

@@ -41,6 +41,13 @@ class IncrementalText:
         rest, self._shown = self.text[self._shown :], len(self.text)
         return shown + rest
 
+    def stops(self, token: int, is_last: bool) -> bool:
+        """Take one token; whether a stop text is complete with it. Behind the last one nothing is held back."""
+        self.add(token)
+        if self.stopped_by is None and is_last:
+            self.finish()
+        return self.stopped_by is not None
+
     def _decode(self) -> str:
         """The text of the tokens that are not read yet. They are decoded behind those before, on which spaces may depend."""
         before = self._tokenizer.decode(self._ids[self._begin : self._read])

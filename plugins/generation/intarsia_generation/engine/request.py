@@ -88,12 +88,8 @@ class Job:
     def _stops(self, token: int) -> Finish | None:
         if token in self._stop_ids:
             return "eos"
-        if self._text is None:
-            return None
-        self._text.add(token)
-        if self._text.stopped_by is None and len(self.log_probs) == self.request.sampling.max_tokens:
-            self._text.finish()
-        return None if self._text.stopped_by is None else "stop"
+        is_last = len(self.log_probs) == self.request.sampling.max_tokens
+        return "stop" if self._text is not None and self._text.stops(token, is_last) else None
 
     def tell(self) -> None:
         """Show tokens that were decided since the last time."""
