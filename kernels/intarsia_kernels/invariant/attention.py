@@ -19,6 +19,7 @@ import torch
 from intarsia.ops import Packing
 from torch import Tensor
 
+from intarsia_kernels.invariant.masks import LastMasks
 from intarsia_kernels.invariant.places import KEYS, QUERIES, Places, places
 
 
@@ -42,31 +43,18 @@ def attention(
     return _Attention.apply(q_BSHD, k_BTKD, v_BTKD, sinks_H, scale, window, softcap, where)
 
 
-_last: list[tuple[Any, ...]] = []
-"""The mask tensors of the last call, how they were, and their layout: all layers of a model ask for the same."""
+_last: LastMasks[Places] = LastMasks()
 
 
 def _places(q_BSHD: Tensor, k_BTKD: Tensor, *rest: Any) -> Places:
     *masks, packing = rest
     sizes = (q_BSHD.shape[0], q_BSHD.shape[1], k_BTKD.shape[1], q_BSHD.device)
-    kept = None if packing is None or masks[2] is not None or masks[3] is not None else packing.prepared
-    if kept is not None and ("tiled", *sizes) in kept:
-        return kept["tiled", *sizes]
-    try:  # Tensors that are kept alive and were not written since hold what they held. Inference tensors do not say.
-        state = (
-            *sizes,
-            *(None if each is None else (each.data_ptr(), each._version, each.shape, each.stride(), each.dtype) for each in masks),
-        )
-    except RuntimeError:
-        state = None
-    if state is not None and _last and _last[0][0] == state:
-        return _last[0][2]
-    found = places(*sizes, *masks)
-    if kept is not None:
-        kept["tiled", *sizes] = found
-    elif state is not None:
-        _last[:] = [(state, masks, found)]
-    return found
+    if packing is None or masks[2] is not None or masks[3] is not None:
+        return _last.get(sizes, tuple(masks), lambda: places(*sizes, *masks))
+    kept = packing.prepared
+    if ("tiled", *sizes) not in kept:
+        kept["tiled", *sizes] = places(*sizes, *masks)
+    return kept["tiled", *sizes]
 
 
 class _Attention(torch.autograd.Function):

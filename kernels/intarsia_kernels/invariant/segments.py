@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from intarsia.errors import UsageError
 from intarsia.ops import Packing
 from torch import Tensor
+
+from intarsia_kernels.invariant.masks import LastMasks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,7 @@ def of_lengths(lengths: Sequence[Sequence[int]], device: torch.device) -> Segmen
     return Segments(torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True), None, max(sizes), max(sizes))
 
 
-_last: list[tuple[Any, ...]] = []
-"""The mask tensors of the last call, how they were, and the segments: all layers of a model ask for the same."""
+_last: LastMasks[Segments] = LastMasks()
 
 
 def segments(
@@ -68,21 +69,7 @@ def segments(
             kept["segments", device] = of_lengths(packing.lengths, device)
         return kept["segments", device]
     masks = (documents_q_BS, documents_k_BT, positions_q_BS, positions_k_BT)
-    state: Any = None
-    if not any(each is not None and each.is_inference() for each in masks):
-        state = (
-            rows,
-            queries,
-            keys,
-            device,
-            *(None if each is None else (each.data_ptr(), each._version, each.shape, each.stride()) for each in masks),
-        )
-        if _last and _last[0][0] == state:
-            return _last[0][2]
-    found = _of_masks(rows, queries, keys, device, *masks)
-    if state is not None:
-        _last[:] = [(state, masks, found)]
-    return found
+    return _last.get((rows, queries, keys, device), masks, lambda: _of_masks(rows, queries, keys, device, *masks))
 
 
 def _of_masks(
