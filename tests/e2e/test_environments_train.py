@@ -30,7 +30,7 @@ def test_recipes_train(recipe: str, more: tuple[str, ...], turns: int, tmp_path:
     assert done.returncode == 0, done.stderr
     events = [event for event in read_events(tmp_path / "run") if event["event"] == "rollouts"]
     assert [event["step"] for event in events] == [1, 2] and all(event["samples"] == 4 and not event["failures"] for event in events)
-    assert all(event["gap"] is None or event["gap"] < 1e-4 for event in events if "gap" in event)
+    assert events[0]["gap_tokens"] > 0 and all(event["gap"] is None or event["gap"] < 1e-4 for event in events)
     for step in (1, 2):
         samples = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / f"step-{step:06}.jsonl").read_text().splitlines()]
         for sample in samples:
