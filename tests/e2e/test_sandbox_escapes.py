@@ -22,6 +22,7 @@ from intarsia.errors import UsageError
 from intarsia_sandbox.config import ProcessSandboxConfig
 from intarsia_sandbox.contracts import Completed, SandboxLimits
 from intarsia_sandbox.process import ProcessSandbox, build
+from intarsia_testing.sandbox import processes_with
 
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "sandbox.md"
 LIMITS = SandboxLimits(seconds=20.0, cpu_seconds=10.0, memory_bytes=256 << 20, file_bytes=8 << 20, processes=12, output_bytes=20_000)
@@ -226,16 +227,6 @@ SHORT = dataclasses.replace(LIMITS, seconds=2.0)
 LITTLE_CPU = dataclasses.replace(LIMITS, seconds=60.0, cpu_seconds=0.5)
 
 
-def marked(marker: str) -> list[str]:
-    """Processes of this machine with a marker among their files or arguments."""
-    found = []
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if name.isdigit() and marker in Path(f"/proc/{name}/cmdline").read_text():
-                found.append(name)
-    return found
-
-
 @pytest.mark.parametrize("name", TAKING)
 def test_no_more_is_taken_than_is_given(name):
     marker = f"taking-{name}-{os.getpid()}"
@@ -249,7 +240,7 @@ def test_no_more_is_taken_than_is_given(name):
     assert "ESCAPED" not in done.output and (name in ENDS or "HELD" in done.output), done
     assert len(done.output) <= limits.output_bytes and len(done.errors) <= limits.output_bytes
     assert seconds < limits.seconds + 20, "it was not ended in time"
-    assert not marked(marker), "a process is left"
+    assert not processes_with(marker), "a process is left"
 
 
 def test_other_system_call_tables_are_closed():
