@@ -36,11 +36,10 @@ SMALL = {
 
 
 class Doubles:
-    """The launchers that a run made, and what its generators were asked."""
+    """What started a run's processes, and what its generators answered."""
 
     def __init__(self) -> None:
         self.launcher = InProcessLauncher()
-        self.asked: list[Request] = []
         self.answers: dict[str, tuple[int, ...]] = {}
 
     def named(self, name: str) -> list[InProcess]:
@@ -56,7 +55,6 @@ def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doubles
     real = ScriptedTokens.generate
 
     async def generate(self: ScriptedTokens, request: Request, on_tokens: Any = None) -> Any:
-        made.asked.append(request)
         answer = await real(self, request, on_tokens)
         made.answers[request.id] = answer.tokens
         return answer

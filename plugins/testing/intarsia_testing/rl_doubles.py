@@ -387,14 +387,13 @@ class InProcessLauncher:
     """A ProcessLauncher whose processes are objects in this loop. What is called and answered goes through the codec, as between processes. `started` are all that it made, in order;
     `refuse` is raised by the next starts, one each."""
 
-    def __init__(self, start_s: float = 0.0) -> None:
-        self.start_s = start_s
+    def __init__(self) -> None:
         self.started: list[InProcess] = []
         self.refuse: list[Exception] = []
 
     async def start(self, name: str, service: str, arguments: Mapping[str, Any], threads: int | None = None) -> InProcess:
         """Make the service."""
-        await asyncio.sleep(self.start_s)
+        await asyncio.sleep(0)
         if self.refuse:
             raise self.refuse.pop(0)
         process = InProcess(name, await import_reference(service)(**through(dict(arguments))))

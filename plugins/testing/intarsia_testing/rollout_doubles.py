@@ -87,8 +87,8 @@ class MergingRenderer:
 
     stop_ids = (514,)
 
-    def __init__(self, tokenizer: MergingTokenizer | None = None, forgets: bool = False) -> None:
-        self.tokenizer, self.forgets = tokenizer or MergingTokenizer(), forgets
+    def __init__(self, forgets: bool = False) -> None:
+        self.tokenizer, self.forgets = MergingTokenizer(), forgets
 
     def begin(self, turns: Sequence[Turn], tools: Sequence[ToolSpec]) -> list[int]:
         """Everything."""
@@ -137,11 +137,10 @@ def log_prob(version: int, before: int, token: int) -> float:
 class ScriptedGenerators:
     """`Generators` of the loop that say what `script(request)` gives. Tokens come one by one, each of the version that is in force then. `log` has every completion."""
 
-    def __init__(self, script: Callable[[Request], Said], max_tokens: int = 4096, update_s: float = 0.0) -> None:
-        self._script, self._update_s = script, update_s
-        self.facts = GeneratorFacts("scripted", MergingTokenizer.vocab_size, max_tokens, 64, ("forced",))
+    def __init__(self, script: Callable[[Request], Said]) -> None:
+        self._script = script
+        self.facts = GeneratorFacts("scripted", MergingTokenizer.vocab_size, 4096, 64, ("forced",))
         self.version = -1
-        self.versions: list[int] = []
         self.log: list[Generated] = []
         self.requests: list[Request] = []
         self.kills = 0
@@ -172,12 +171,11 @@ class ScriptedGenerators:
         return made
 
     async def update(self, weights: WeightVersion, in_flight: Literal["continue", "drain"] = "continue") -> None:
-        """In force after `update_s`; `drain` waits for what runs."""
-        await asyncio.sleep(self._update_s)
+        """In force when others have had their turn; `drain` waits for what runs."""
+        await asyncio.sleep(0)
         while in_flight == "drain" and self._running:
             await asyncio.sleep(0.01)
         self.version = weights.version
-        self.versions.append(weights.version)
 
     async def stats(self) -> dict[int, GeneratorStats]:
         """One."""
@@ -218,18 +216,12 @@ class InProcessWorkers:
 
 
 class OneTurn:
-    """An environment of one turn: `reward(task, seed, action)` scores it; it may raise, or wait by `seconds(task)` first."""
+    """An environment of one turn: `reward(task, seed, action)` scores it, and may raise."""
 
-    def __init__(
-        self,
-        tasks: Mapping[str, Sequence[Task]],
-        reward: Callable[[Task, int, Turn], float | None],
-        seconds: Callable[[Task], float] = lambda task: 0.0,
-        limits: Limits | None = None,
-    ) -> None:
-        self.limits = limits or Limits(turns=1)
-        self._tasks, self.reward, self.seconds = tasks, reward, seconds
-        self.closed = 0
+    limits = Limits(turns=1)
+
+    def __init__(self, tasks: Mapping[str, Sequence[Task]], reward: Callable[[Task, int, Turn], float | None]) -> None:
+        self._tasks, self.reward = tasks, reward
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks."""
@@ -260,12 +252,11 @@ class OneTurnEpisode:
 
     async def step(self, action: Turn) -> StepResult:
         """The end."""
-        await asyncio.sleep(self.home.seconds(self.task))
+        await asyncio.sleep(0)
         return StepResult(None, reward=self.home.reward(self.task, self.seed, action), ended=True)
 
     async def close(self) -> None:
-        """Count."""
-        self.home.closed += 1
+        """Nothing is held."""
 
 
 class MeanBaseline:
