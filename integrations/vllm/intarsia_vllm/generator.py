@@ -17,7 +17,7 @@ from intarsia import ops
 from intarsia.contracts import Tokenizer
 from intarsia.errors import IntarsiaError, NumericsError, PluginError, UsageError
 from intarsia.plugins import child_environment
-from intarsia_generation.engine.generator import wrong_in
+from intarsia_generation.engine.generator import check
 from intarsia_generation.engine.routes import has_routers
 from intarsia_generation.text import IncrementalText
 from intarsia_rl.contracts import Generated, GeneratorContext, GeneratorFacts, GeneratorStats, ProcessDied, Request, Routes, WeightVersion
@@ -149,23 +149,7 @@ class VllmGenerator:
         """UsageError for what can never be served."""
         if self._closed:
             raise UsageError(f"Request {request.id!r}: the generator is closed.")
-        facts, sampling = self.facts, request.sampling
-        wrong = {
-            "the prompt has no token": not request.tokens,
-            f"{len(request.tokens)} tokens of prompt and {sampling.max_tokens} of completion exceed generator.max_tokens = {facts.max_tokens}": (
-                len(request.tokens) + sampling.max_tokens > facts.max_tokens
-            ),
-            f"it forces {len(request.forced)} tokens, and sampling.max_tokens is {sampling.max_tokens}": (
-                len(request.forced) > sampling.max_tokens
-            ),
-            "it has images, and the generator serves text alone": bool(request.images),
-            "it asks for the experts that routers choose, and this model has none": request.routes and "routes" not in facts.capabilities,
-            "another request of this id has not ended yet": request.id in self._requests.all,
-        }
-        bad = [token for token in (*request.tokens, *request.forced) if not 0 <= token < facts.vocab_size]
-        wrong[f"token {bad[:1]} is not in the model's vocabulary of {facts.vocab_size}"] = bool(bad)
-        if found := [*(text for text, is_wrong in wrong.items() if is_wrong), *wrong_in(request)]:
-            raise UsageError(f"Request {request.id!r} cannot be served: {'; '.join(found)}.")
+        check(request, self.facts, self._requests.all)
 
     async def abort(self, requests: Sequence[str] | None = None) -> None:
         """See Generator."""

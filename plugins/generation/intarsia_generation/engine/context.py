@@ -104,10 +104,6 @@ class PagedContext:
         """Zeros everywhere: numbers that are not finite would spoil sums even where their weight is 0."""
         self._caches.clear()
 
-    def cache_bytes(self) -> int:
-        """What the caches occupy."""
-        return sum(cache.numel() * cache.element_size() for cache in self._caches.values())
-
     # ------------------------------------------------------------ announcing tokens
 
     def begin(self, chunks: Sequence[Chunk]) -> Tensor:

@@ -9,7 +9,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Literal
 
 from intarsia.contracts import Tokenizer
@@ -124,29 +124,9 @@ class LocalGenerator:
 
     def _check(self, request: Request) -> None:
         """UsageError for what can never be served."""
-        name, sampling, facts = f"Request {request.id!r}", request.sampling, self.facts
         if self._closed:
-            raise UsageError(f"{name}: the generator is closed.")
-        if request.id in self._ids:
-            raise UsageError(f"{name}: another request of this id has not ended yet. Give each an id of its own.")
-        if not request.tokens:
-            raise UsageError(f"{name} has no prompt: give at least one token.")
-        if request.images:
-            raise UsageError(f"{name} has images; the generator {facts.name!r} serves text alone.")
-        if request.routes and "routes" not in facts.capabilities:
-            raise UsageError(f"{name} asks for the experts that routers choose, and this model has none.")
-        if bad := [token for token in (*request.tokens, *request.forced) if not 0 <= token < facts.vocab_size]:
-            raise UsageError(f"{name}: token {bad[0]} is not in the model's vocabulary of {facts.vocab_size}.")
-        if len(request.forced) > sampling.max_tokens:
-            raise UsageError(f"{name} forces {len(request.forced)} tokens, and sampling.max_tokens is {sampling.max_tokens}.")
-        if wrong := wrong_in(request):
-            raise UsageError(f"{name}: {'; '.join(wrong)}.")
-        total = len(request.tokens) + sampling.max_tokens
-        if total > facts.max_tokens:
-            raise UsageError(
-                f"{name} has {len(request.tokens)} prompt tokens and max_tokens {sampling.max_tokens}, {total} together, but a request here has at most "
-                f"{facts.max_tokens}: shorten one of them, or raise generator.max_tokens, generator.cache_bytes or model.max_positions, whichever it is."
-            )
+            raise UsageError(f"Request {request.id!r}: the generator is closed.")
+        check(request, self.facts, self._ids)
 
     def _stop_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -218,10 +198,20 @@ class LocalGenerator:
             waits.end(None)
 
 
-def wrong_in(request: Request) -> list[str]:
-    """What is wrong with how tokens are to be chosen, in words."""
-    sampling = request.sampling
+def check(request: Request, facts: GeneratorFacts, ids: Container[str]) -> None:
+    """UsageError, with every reason, for what a generator of these facts can never serve. `ids` are those of requests that have not ended."""
+    sampling, prompt, forced = request.sampling, len(request.tokens), len(request.forced)
+    total = prompt + sampling.max_tokens
+    bad = [token for token in (*request.tokens, *request.forced) if not 0 <= token < facts.vocab_size]
     wrong = {
+        "another request of this id has not ended yet: give each an id of its own": request.id in ids,
+        "the prompt is empty: give at least one token": not request.tokens,
+        f"it has images, and the generator {facts.name!r} serves text alone": bool(request.images),
+        "it asks for the experts that routers choose, and this model has none": request.routes and "routes" not in facts.capabilities,
+        f"token {next(iter(bad), None)} is not in the model's vocabulary of {facts.vocab_size}": bool(bad),
+        f"it forces {forced} tokens, and sampling.max_tokens is {sampling.max_tokens}": forced > sampling.max_tokens,
+        f"{prompt} prompt tokens and max_tokens {sampling.max_tokens} are {total} together, and a request here has at most {facts.max_tokens}: shorten one of them, "
+        "or raise generator.max_tokens, model.max_positions or what the caches hold, whichever it is": total > facts.max_tokens,
         f"max_tokens is {sampling.max_tokens}; it must be at least 1": sampling.max_tokens < 1,
         f"temperature is {sampling.temperature}; it must be a number from 0 on (0 is greedy)": not 0 <= sampling.temperature < float("inf"),
         f"top_k is {sampling.top_k}; it must be at least 1, or none for all": sampling.top_k is not None and sampling.top_k < 1,
@@ -229,7 +219,8 @@ def wrong_in(request: Request) -> list[str]:
         f"min_p is {sampling.min_p}; it must be from 0 to 1": not 0 <= sampling.min_p <= 1,
         "a stop text is empty": "" in sampling.stop,
     }
-    return [text for text, is_wrong in wrong.items() if is_wrong]
+    if found := [text for text, is_wrong in wrong.items() if is_wrong]:
+        raise UsageError(f"Request {request.id!r} cannot be served: {'; '.join(found)}.")
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:
