@@ -6,7 +6,9 @@ from intarsia.contracts.data import (
     DataSource,
     Document,
     Loader,
+    Media,
     Message,
+    Parts,
     Tokenizer,
 )
 from intarsia.contracts.entry import Entry, KernelEntry, ModelEntry, Numerics

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from intarsia.contracts.environment import ToolCall, ToolSpec
     from intarsia.contracts.state import StateItem
 
 # The label of a token that is not trained on.
@@ -16,22 +17,39 @@ IGNORE = -100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Media:
+    """An image or a video: a file's content, a file's path, or a video's frames as files' contents. `media_type` as in MIME, where it is known. Stability: provisional."""
+
+    kind: Literal["image", "video"]
+    data: bytes | str | tuple[bytes, ...]
+    media_type: str = ""
+
+
+# Text, token ids that are taken as they are (special tokens are never recognised in text), and media.
+Parts = tuple[str | int | Media, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation; `trained` None means: trained when the role is assistant. Stability: stable."""
 
     role: str
-    content: str
+    content: str | Parts
     trained: bool | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Document:
-    """One item of a source: plain text, a conversation, or token ids with an optional mask of trained tokens. Stability: stable."""
+    """One item of a source: plain text, text and media in turns (`parts`), a conversation with the tools that it is offered, or token ids with an optional mask of trained
+    tokens. Stability: stable."""
 
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     tokens: tuple[int, ...] | None = None
     trained: tuple[bool, ...] | None = None
+    parts: Parts | None = None
+    tools: tuple[ToolSpec, ...] = ()
 
 
 @runtime_checkable
@@ -63,8 +81,11 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
 
-    def render(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """A conversation's ids and, for each, whether it is trained on."""
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[list[int], list[bool]]:
+        """A conversation's ids and, for each, whether it is trained on. UsageError for media, which a processor turns into ids first, and for tools where it has no form for them."""
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token whose content is `text`; None: there is none."""
 
     def fingerprint(self) -> str:
         """Equal exactly when encode and render behave the same."""

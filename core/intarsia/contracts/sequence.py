@@ -52,6 +52,9 @@ class SequenceContext(Protocol):
 
     A batch is B rows of S tokens; a row may pack several documents. `positions_BS` (int64) is each token's position in its own
     document. A context that cannot serve a kind raises UsageError naming the kind, the mixer and itself.
+    A context may have an attribute `extra`, a mapping of what the loader adds to a batch: of `positions_3BS` (int64: positions in time, height and width, where they
+    differ), and of media `patches_NC` (float32: N patches of C values), `grids` (frames, rows and columns of patches of each image or video, in order) and
+    `visual_BS` (int64: which visual feature stands in this token's place, -1: none). Where `patches_NC` is there it is so on every rank, with no rows where a rank has no images.
     `mixer` arguments are the mixer module's dotted name in the model, which is also its cache's key. For models that predict further ahead
     a context of training has an attribute `following_BSK` (int64): the tokens 1 to K places further on, 0 where there is none. It is absent or None else. One that
     replays what a generator's routers chose has `routes_BSLK` (int16): the K experts of each token in each of the L layers that choose, -1 where they choose themselves.
@@ -82,10 +85,11 @@ class SequenceContext(Protocol):
         of the new tokens over keys and values made of all entries that it handed out, which `attend` calls in the place of `ops.attention`. Returns what `attend`
         returns."""
 
-    def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
-        """A recurrence with a state for each sequence: the context calls `update(*inputs, state=..., documents_BS=..., **settings)`, which returns
-        (outputs, new state), and keeps the state between calls; `state` None is the beginning. `update` begins anew wherever the document
-        changes within a row. For rows that are cut over ranks `update` needs two functions: `carry(*inputs, documents_BS=..., **settings)`, a tuple of tensors [B, ...] that says what
+    def recurrent(self, mixer: str, cache: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
+        """A recurrence with a state for each sequence, which is the mixer's cache of this name: the context calls `update(*inputs, state=..., documents_BS=..., counts_B=...,
+        **settings)`, which returns (outputs, new state), and keeps the state between calls; `state` None is the beginning. `update` begins anew wherever the document
+        changes within a row; of row b only the first `counts_B[b]` tokens are real (None: all), and those behind leave the state as it was.
+        For rows that are cut over ranks `update` needs two functions: `carry(*inputs, documents_BS=..., **settings)`, a tuple of tensors [B, ...] that says what
         these tokens do to any state (its last: the state at their end, from zeros), and `combine(earlier, later)`, the carry of both. Returns the outputs."""
 
     def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
