@@ -5,7 +5,7 @@ Shape suffixes: B rows, S tokens, H query heads, K key/value heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from intarsia import ops
@@ -26,7 +26,7 @@ class TrainContext:
     Arguments: `positions_BS` int64, each token's position in its document; `documents_BS` integer, one number for each document of a
     row (None: one document to a row); `lengths` the same on the host, where it is known, which spares kernels a copy from the
     device; `windows` the attention windows that the model's mixers use (`windows_of`), for kernels that prepare masks; `following_BSK` the tokens further on,
-    for models that predict further ahead; `routes_BSLK` the experts that a generator chose.
+    for models that predict further ahead; `routes_BSLK` the experts that a generator chose; `extra` what the loader added to the batch.
 
     It serves softmax, latent and recurrent mixers; an indexed one is refused by name.
     """
@@ -39,8 +39,10 @@ class TrainContext:
         windows: Sequence[int | None] = (None,),
         following_BSK: Tensor | None = None,
         routes_BSLK: Tensor | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         self.positions_BS, self.following_BSK, self.routes_BSLK = positions_BS, following_BSK, routes_BSLK
+        self.extra: Mapping[str, Any] = extra or {}
         self.packing = None if lengths is None else ops.Packing(lengths)
         # Rows of one document each need no document numbers, and plain causal attention is the fast path of every kernel.
         self.documents_BS = None if self.packing is not None and self.packing.single else documents_BS
@@ -51,7 +53,7 @@ class TrainContext:
     def of(cls, batch: Batch, windows: Sequence[int | None] = (None,)) -> TrainContext:
         """The context of one batch."""
         extra = batch.extra
-        return cls(batch.positions_BS, batch.documents_BS, batch.lengths, windows, extra.get(FOLLOWING), extra.get("routes_BSLK"))
+        return cls(batch.positions_BS, batch.documents_BS, batch.lengths, windows, extra.get(FOLLOWING), extra.get("routes_BSLK"), extra)
 
     def softmax(
         self,

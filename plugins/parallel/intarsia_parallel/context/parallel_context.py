@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -42,7 +42,7 @@ class ParallelContext:
     """A SequenceContext over one rank's part of whole rows: every token is new, and no cache is kept. Stability: provisional.
 
     `positions_BS` and `documents_BS` (None: one document to a row) are those of the tokens here, true positions and numbers along the whole row;
-    `following_BSK` and `routes_BSLK` as the batch has them. It serves softmax, latent and associative recurrent mixers; an indexed one is refused by name.
+    `following_BSK`, `routes_BSLK` and `extra` as the batch, cut, has them. It serves softmax, latent and associative recurrent mixers; an indexed one is refused by name.
     All ranks of `comm` call the same mixers in the same order, those without tokens, too.
     """
 
@@ -59,6 +59,7 @@ class ParallelContext:
         comm: Communicator,
         following_BSK: Tensor | None = None,
         routes_BSLK: Tensor | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         choose.check(method)
         if cut.ranks != comm.size:
@@ -69,6 +70,7 @@ class ParallelContext:
             )
         self.method, self.cut, self.comm = method, cut, comm
         self.positions_BS, self.following_BSK, self.routes_BSLK = positions_BS, following_BSK, routes_BSLK
+        self.extra: Mapping[str, Any] = extra or {}
         self.rows = Rows(cut, lengths, windows, positions_BS.device)
         self.documents_BS = self.rows.documents_of(cut.ranges[comm.rank])
         self._courses: dict[int | None, Course] = {}
@@ -149,4 +151,4 @@ def _course_of(cut: SequenceCut, lengths: tuple[tuple[int, ...], ...], window: i
 def build(config: ContextSettings, batch: Batch, windows: Sequence[int | None], cut: SequenceCut, comm: Communicator) -> ParallelContext:
     """The context of a batch that `cut.local` has cut for this rank of `comm` (the group along cp). `windows` are those that the model's mixers use."""
     given = {name: batch.extra.get(name) for name in ("following_BSK", "routes_BSLK")}
-    return ParallelContext(config.context, batch.positions_BS, batch.lengths, windows, cut, comm, **given)
+    return ParallelContext(config.context, batch.positions_BS, batch.lengths, windows, cut, comm, **given, extra=batch.extra)
