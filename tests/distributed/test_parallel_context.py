@@ -309,7 +309,7 @@ def test_mla_reads_segments_and_no_mask(lengths: tuple[tuple[int, ...], ...], mo
 def recurrence(context: Any, inputs: dict[str, Tensor], weights: dict[str, Tensor], attends: bool = False) -> Tensor:
     """A gated recurrence and, in a hybrid, attention over what comes out of it."""
     q, k, v, decay = (inputs[name] for name in ("q", "k", "v", "decay"))
-    y = context.recurrent("layers.0.mixer", GatedRecurrence(), q, k, v, -decay.square() * weights["rate"])
+    y = context.recurrent("layers.0.mixer", "state", GatedRecurrence(), q, k, v, -decay.square() * weights["rate"])
     return context.softmax("layers.1.attention", y, k, v, scale=0.3) if attends else y
 
 
@@ -348,7 +348,7 @@ def test_no_state_travels_where_documents_end_with_the_parts() -> None:
 def test_a_recurrence_needs_parts_in_order() -> None:
     context = ParallelContext("ring", torch.arange(2)[None], ((4,),), (None,), SequenceCut.of(4, 2), SimpleNamespace(size=2, rank=0))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="'a' has a recurrence, which needs parts in the row's order"):
-        context.recurrent("a", GatedRecurrence(), torch.zeros(1, 2, 1))
+        context.recurrent("a", "state", GatedRecurrence(), torch.zeros(1, 2, 1))
 
 
 def test_what_is_refused() -> None:
@@ -359,7 +359,7 @@ def test_what_is_refused() -> None:
     ):
         context.indexed("layers.0.attention", torch.zeros(1))
     with pytest.raises(UsageError, match="has no `carry` and `combine`"):
-        context.recurrent("layers.0.mixer", lambda x, **settings: (x, None), torch.zeros(1, 2, 1))
+        context.recurrent("layers.0.mixer", "state", lambda x, **settings: (x, None), torch.zeros(1, 2, 1))
     with pytest.raises(UsageError, match="ring"):
         ParallelContext("rng", torch.arange(2)[None], ((4,),), (None,), cut, SimpleNamespace(size=2, rank=0))  # type: ignore[arg-type]
     with pytest.raises(PluginError, match="group of 3"):

@@ -292,7 +292,7 @@ def test_kinds_that_are_not_served_are_refused_by_name():
     made = engine(model("softmax"))
     for kind in ("recurrent", "indexed"):
         with pytest.raises(UsageError, match=f"kind '{kind}'"):
-            getattr(made.context, kind)("layers.0.attention", None)
+            getattr(made.context, kind)("layers.0.attention", "state", None)
 
 
 def test_sizes_follow_from_bytes_and_are_refused_where_nothing_fits():

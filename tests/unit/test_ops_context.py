@@ -39,7 +39,7 @@ def test_latent_and_recurrent_mixers_are_handed_documents():
     context = packed_context(((1, 3),))
     seen = context.latent("a", torch.ones(1, 4, 2), lambda latent, positions, documents: (positions.tolist(), documents.tolist()))
     assert seen == ([[0, 0, 1, 2]], [[0, 1, 1, 1]])
-    out = context.recurrent("b", lambda x, state, documents_BS: (x * documents_BS, state), torch.full((1, 4), 2.0))
+    out = context.recurrent("b", "state", lambda x, state, documents_BS, counts_B: (x * documents_BS, state), torch.full((1, 4), 2.0))
     assert out.tolist() == [[0.0, 2.0, 2.0, 2.0]]
 
 

@@ -126,7 +126,7 @@ def test_kinds_that_vllm_cannot_hold_are_refused_by_name(kind: Any) -> None:
         specs_of(model)
     context = PagedContext(torch.arange(2), {}, {}, None)
     with pytest.raises(UsageError, match="does not serve"):
-        context.recurrent("mixer", lambda: None)
+        context.recurrent("mixer", "state", lambda: None)
     with pytest.raises(PluginError, match="no module with a cache_spec"):
         context.latent("mixer", torch.zeros(1, 2, 3), lambda: None)
 

@@ -35,7 +35,7 @@ class GatedRecurrenceMixer(nn.Module):
         q_BSHd, k_BSHd, v_BSHd = (w(x_BSD).unflatten(-1, (-1, self.head_dim)).float() for w in (self.wq, self.wk, self.wv))
         decay_BSH = F.logsigmoid(self.wa(x_BSD).float() + 2.0)
         scale = self.head_dim**-0.5
-        y_BSHd = context.recurrent(self.name, self.update, q_BSHd * scale, k_BSHd * scale, v_BSHd, decay_BSH)
+        y_BSHd = context.recurrent(self.name, "state", self.update, q_BSHd * scale, k_BSHd * scale, v_BSHd, decay_BSH)
         return self.wo(y_BSHd.flatten(-2).to(x_BSD.dtype))
 
     def cache_spec(self) -> MixerSpec:

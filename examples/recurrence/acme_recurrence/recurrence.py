@@ -22,10 +22,20 @@ class GatedRecurrence:
     """What a context calls to run the recurrence, and what it needs to run it in parts (`SequenceContext.recurrent`)."""
 
     def __call__(
-        self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, decay_BSH: Tensor, *, state: Tensor | None, documents_BS: Tensor | None
+        self,
+        q_BSHD: Tensor,
+        k_BSHD: Tensor,
+        v_BSHD: Tensor,
+        decay_BSH: Tensor,
+        *,
+        state: Tensor | None,
+        documents_BS: Tensor | None,
+        counts_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Outputs [B, S, H, D] and the state at the end. `decay_BSH` is log a. `state` [B, H, D, D] comes into the first token's document."""
+        """Outputs [B, S, H, D] and the state at the end. `decay_BSH` is log a. `state` [B, H, D, D] comes into the first token's document. What lies behind the first
+        `counts_B` tokens of a row changes nothing."""
         rows, tokens, heads, dim = q_BSHD.shape
+        k_BSHD, decay_BSH, documents_BS = _real(k_BSHD, decay_BSH, documents_BS, counts_B)
         kept = q_BSHD.new_zeros(rows, heads, dim, dim) if state is None else state
         outputs = []
         for start in range(0, max(1, tokens), CHUNK):  # of no tokens the gradients are zeros, not absent
@@ -39,13 +49,34 @@ class GatedRecurrence:
             kept = gates_BH[..., None, None] * kept + left_BHDD
         return torch.cat(outputs, 1), kept
 
-    def carry(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, decay_BSH: Tensor, *, documents_BS: Tensor | None) -> Carry:
+    def carry(
+        self,
+        q_BSHD: Tensor,
+        k_BSHD: Tensor,
+        v_BSHD: Tensor,
+        decay_BSH: Tensor,
+        *,
+        documents_BS: Tensor | None,
+        counts_B: Tensor | None = None,
+    ) -> Carry:
         """What these tokens do to a state."""
+        k_BSHD, decay_BSH, documents_BS = _real(k_BSHD, decay_BSH, documents_BS, counts_B)
         return _carry(k_BSHD, v_BSHD, decay_BSH, documents_BS)
 
     def combine(self, earlier: Carry, later: Carry) -> Carry:
         """What two neighbouring runs of tokens do together."""
         return later[0] * earlier[0], later[0][..., None, None] * earlier[1] + later[1]
+
+
+def _real(k_BSHD: Tensor, decay_BSH: Tensor, documents_BS: Tensor | None, counts_B: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens behind a row's count made into such as write nothing, forget nothing and begin no document."""
+    if counts_B is None:
+        return k_BSHD, decay_BSH, documents_BS
+    index_S = torch.arange(k_BSHD.shape[1], device=k_BSHD.device)
+    behind_BS1 = (index_S >= counts_B[:, None])[..., None]
+    if documents_BS is not None:
+        documents_BS = documents_BS.gather(1, torch.minimum(index_S, (counts_B[:, None] - 1).clamp(min=0)))
+    return k_BSHD.masked_fill(behind_BS1[..., None], 0.0), decay_BSH.masked_fill(behind_BS1, 0.0), documents_BS
 
 
 def _carry(k_BSHD: Tensor, v_BSHD: Tensor, decay_BSH: Tensor, documents_BS: Tensor | None) -> Carry:

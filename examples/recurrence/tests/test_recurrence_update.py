@@ -36,6 +36,21 @@ def test_chunks_equal_the_loop(monkeypatch) -> None:
     assert torch.allclose(UPDATE(*values, state=None, documents_BS=None)[0][1], right[1], atol=1e-12)
 
 
+def test_tokens_behind_a_rows_count_change_nothing() -> None:
+    values = inputs(3, 9)
+    documents = torch.tensor([[0] * 9, [0] * 2 + [1] * 2 + [9] * 5, [0] * 9], dtype=torch.int32)
+    counts = torch.tensor([9, 4, 0])
+    state = torch.ones(3, 2, 3, 3, dtype=torch.float64)
+    for numbers in (None, documents):
+        outputs, after = UPDATE(*values, state=state, documents_BS=numbers, counts_B=counts)
+        short = None if numbers is None else numbers[1:2, :4]
+        alone, kept = UPDATE(*(x[1:2, :4] for x in values), state=state[1:2], documents_BS=short)
+        assert torch.equal(after[2], state[2])
+        assert torch.allclose(after[1:2], kept) and torch.allclose(outputs[1:2, :4], alone)
+        carried = UPDATE.carry(*values, documents_BS=numbers, counts_B=counts)
+        assert torch.allclose(carried[0][1, :, None, None] * state[1] + carried[1][1], kept[0])
+
+
 def test_carries_combine_to_the_whole() -> None:
     values = inputs(2, 12)
     documents = torch.tensor([[0] * 12, [0] * 7 + [1] * 5], dtype=torch.int32)

@@ -139,7 +139,7 @@ class PagedContext:
             return ops.attention(q_BSHD, k_BTKD, v_BTKD, scale=scale)
         return self._attend(q_BSHD, k_BTKD[0], v_BTKD[0], {"scale": scale})
 
-    def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
+    def recurrent(self, mixer: str, cache: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
         """Refused."""
         refuse(mixer, "recurrent")
 

@@ -86,9 +86,9 @@ class TrainContext:
         """Attention over a latent: in training `attend` sees the whole row, its positions and its documents."""
         return attend(latent_BSC, self.positions_BS, self.documents_BS, **settings)
 
-    def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
+    def recurrent(self, mixer: str, cache: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
         """A recurrence: `update` starts from its zero state in every document of a row and returns (outputs, state)."""
-        outputs, _ = update(*inputs, state=None, documents_BS=self.documents_BS, **settings)
+        outputs, _ = update(*inputs, state=None, documents_BS=self.documents_BS, counts_B=None, **settings)
         return outputs
 
     def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:

@@ -146,7 +146,7 @@ class CacheContext:
         positions_BT = slots.positions_BT[:, : slots.used]
         return attend(latent_BTC, positions_BT, positions_BT.clamp(max=0), **settings)
 
-    def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
+    def recurrent(self, mixer: str, cache: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
         """Refused."""
         self._refuse("recurrent", mixer)
 

@@ -41,6 +41,7 @@ class RecordingContext(TrainContext):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.calls: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
+        self.states: dict[str, list[str]] = {}
 
     def softmax(self, mixer: str, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, **settings: Any) -> Tensor:
         """Note, then attend."""
@@ -52,10 +53,11 @@ class RecordingContext(TrainContext):
         self.calls[mixer] = ("latent", (tuple(latent_BSC.shape[2:]),))
         return super().latent(mixer, latent_BSC, attend, **settings)
 
-    def recurrent(self, mixer: str, update: Any, *inputs: Tensor, **settings: Any) -> Tensor:
-        """Note, then run."""
+    def recurrent(self, mixer: str, cache: str, update: Any, *inputs: Tensor, **settings: Any) -> Tensor:
+        """Note, with the names of the states, then run."""
         self.calls[mixer] = ("recurrent", ())
-        return super().recurrent(mixer, update, *inputs, **settings)
+        self.states.setdefault(mixer, []).append(cache)
+        return super().recurrent(mixer, cache, update, *inputs, **settings)
 
     def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
         """Note, then attend."""
@@ -364,9 +366,16 @@ class ModelConformance(Conformance):
             )
             spec = module.cache_spec()  # type: ignore[union-attr]
             keep("mixers", spec.kind == kind, f"{name} declares kind {spec.kind!r} and calls {kind!r}.")
-            keep("mixers", spec.caches or kind == "recurrent", f"{name} declares no cache, so that generation could not keep its past.")
+            keep("mixers", spec.caches, f"{name} declares no cache, so that generation could not keep its past.")
             names = [cache.name for cache in spec.caches]
             keep("mixers", len(set(names)) == len(names), f"{name} declares two caches of one name: {names}.")
+            if kind == "recurrent":
+                declared_states = sorted(cache.name for cache in spec.caches if cache.storage == "state")
+                keep(
+                    "mixers",
+                    sorted(context.states[name]) == declared_states,
+                    f"{name} declares states {declared_states} and calls `recurrent` for {sorted(context.states[name])}: once for each in a forward pass.",
+                )
             if kind == "softmax":
                 declared = tuple(tuple(cache.shape) for cache in spec.caches)
                 keep("mixers", declared == shapes, f"{name} declares caches {declared} and gives keys and values {shapes} for a token.")

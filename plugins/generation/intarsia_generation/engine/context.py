@@ -208,7 +208,7 @@ class PagedContext:
         self.attention = functools.partial(self._attention_over_line, counts=[part.shape[0] for part in parts], window=spec.window)
         return attend(_joined(parts)[None], _joined(positions)[None], None, **settings)
 
-    def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
+    def recurrent(self, mixer: str, cache: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
         """Refused."""
         refuse("recurrent", mixer)
 

@@ -118,7 +118,7 @@ class ParallelContext:
         return over_gathered(q_BSHD, k_BTKD, v_BTKD, sinks_H, Settings(scale, None, softcap), self._course(None))
 
     @torch.compiler.disable
-    def recurrent(self, mixer: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
+    def recurrent(self, mixer: str, cache: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
         """A recurrence whose update offers `carry` and `combine`: states come from the ranks before by combination (see `context.recurrent`)."""
         return recurrent(mixer, update, inputs, settings, self.cut, self.rows.documents, self.documents_BS, self.comm)
 

@@ -58,7 +58,7 @@ def recurrent(
             raise PluginError(f"Mixer {mixer!r}: its update's `carry` must return a tuple of tensors whose first dimension is the row.")
         carries = _gathered(made, comm)
         state = _incoming(carries, combine, cut, crossing, comm.rank)
-    outputs, _ = update(*inputs, state=state, documents_BS=documents_BS, **settings)
+    outputs, _ = update(*inputs, state=state, documents_BS=documents_BS, counts_B=None, **settings)
     return connected(outputs, *itertools.chain(*carries))
 
 
