@@ -30,6 +30,14 @@ _FIELDS = {
 _TYPES = {"original_positions": int, "truncate": bool}
 
 
+def check_values(theirs: Mapping[str, Any], only: Mapping[str, Any], prefix: str = "") -> None:
+    """UsageError, which names key and value, where a config says something else than `only`, of what a family has in one way. An absent key, or null, says nothing."""
+    for key, value in only.items():
+        found = theirs.get(key)
+        if found is not None and found != value:
+            raise UsageError(f"config.json says {prefix}{key} = {found!r}, and the model family has only {value!r}.")
+
+
 def rope_from(theirs: Mapping[str, Any], theta: float = 10000.0) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (released files; the kind under `rope_type` or `type`).
 
