@@ -31,3 +31,7 @@ class TestRouterLinear(KernelConformance):
 
 class TestRouterSigmoid(KernelConformance):
     op, entry = "router_sigmoid", "intarsia-kernels:router_sigmoid/tiled"
+
+
+class TestSigmoidGate(KernelConformance):
+    op, entry = "sigmoid_gate", "intarsia-kernels:sigmoid_gate/tiled"

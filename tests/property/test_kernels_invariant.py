@@ -13,8 +13,9 @@ from intarsia.errors import UsageError
 from intarsia_kernels.invariant import products
 from intarsia_kernels.invariant.attention import attention
 from intarsia_kernels.invariant.experts import grouped_linear
-from intarsia_kernels.invariant.pointwise import router_sigmoid, swiglu
+from intarsia_kernels.invariant.pointwise import router_sigmoid, sigmoid_gate, swiglu
 from intarsia_kernels.invariant.products import product
+from intarsia_models_common.norm import offset_rms_norm
 from intarsia_rl.algorithms.operators import token_log_probs
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -139,6 +140,8 @@ def test_the_tables_single_elements_and_rows_are_independent(count):
     functions = {
         "swiglu": lambda x: swiglu(x, x.flip(1)),
         "router_sigmoid": router_sigmoid,
+        "sigmoid_gate": lambda x: sigmoid_gate(x, x.flip(1)),
+        "offset_rms_norm": lambda x: offset_rms_norm.reference(x, x.new_full(x.shape[1:], 0.3), 1e-6),
         "rms_norm": lambda x: ops.rms_norm.reference(x, None, 1e-5),
         "log_softmax": lambda x: x.float().log_softmax(-1),
         "softmax": lambda x: x.softmax(-1),

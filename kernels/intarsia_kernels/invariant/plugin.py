@@ -61,6 +61,7 @@ def offer_kernels() -> Sequence[KernelEntry]:
         _tiled("grouped_linear", "experts", "Each group by itself, in products of 16 rows."),
         _tiled("router_linear", "experts", "In float32, in products of 16 rows."),
         _tiled("router_sigmoid", "pointwise", "By the exponential, which is one function wherever an element lies."),
+        _tiled("sigmoid_gate", "pointwise", "By the exponential, which is one function wherever an element lies."),
         _gpu(
             "linear/unsplit", "unsplit:linear", "cuBLAS without a workspace, which cannot split sums; needs CUBLAS_WORKSPACE_CONFIG=:0:0."
         ),

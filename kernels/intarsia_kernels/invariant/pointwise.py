@@ -59,3 +59,21 @@ class _Sigmoid(torch.autograd.Function):
 def router_sigmoid(logits_NE: Tensor) -> Tensor:
     """As the operator `router_sigmoid`."""
     return _Sigmoid.apply(logits_NE)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, gate_ND: Tensor) -> Tensor:
+        ctx.save_for_backward(x_ND, gate_ND)
+        return x_ND * _logistic(_wide(gate_ND)).to(gate_ND.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x_ND, gate_ND = ctx.saved_tensors
+        grad, share = _wide(grads[0]), _logistic(_wide(gate_ND))
+        return (grad * share).to(x_ND.dtype), (grad * x_ND * (1 - share) * share).to(gate_ND.dtype)
+
+
+def sigmoid_gate(x_ND: Tensor, gate_ND: Tensor) -> Tensor:
+    """As the operator `sigmoid_gate`."""
+    return _Gate.apply(x_ND, gate_ND)

@@ -99,6 +99,18 @@ def _rms_norm(normal: Normal) -> Iterator[Case]:
     yield Case("large numbers", {"x_ND": 1e3 * normal(5, 300), "weight_D": normal(300)}, {"eps": 1e-5}, ("x_ND",))
 
 
+def _offset_rms_norm(normal: Normal) -> Iterator[Case]:
+    for case in _rms_norm(normal):
+        if "weight_D" in case.tensors:
+            yield case
+
+
+def _sigmoid_gate(normal: Normal) -> Iterator[Case]:
+    for rows, dim in ((1, 1), (15, 63), (63, 300)):
+        yield Case(f"{rows} rows of {dim}", {"x_ND": normal(rows, dim), "gate_ND": normal(rows, dim)}, {}, ("x_ND", "gate_ND"))
+    yield Case("gates that are open or shut", {"x_ND": normal(5, 63), "gate_ND": 40 * normal(5, 63)}, {}, ("x_ND", "gate_ND"))
+
+
 def _rope(normal: Normal) -> Iterator[Case]:
     for tokens, dim, rotated, interleaved in (
         (1, 2, 1, False),
@@ -257,6 +269,8 @@ _CASES: dict[str, Callable[[Normal], Iterator[Case]]] = {
     "linear": _linear,
     "scaled_linear": _scaled_linear,
     "rms_norm": _rms_norm,
+    "offset_rms_norm": _offset_rms_norm,
+    "sigmoid_gate": _sigmoid_gate,
     "rope": _rope,
     "swiglu": _swiglu,
     "embedding": _embedding,

@@ -1,7 +1,8 @@
-"""Softmax attention. B rows, S tokens, D model width, H query heads, K key/value heads, d head dim."""
+"""Softmax attention. B rows, S tokens, D model width, H query heads, K key/value heads, d head dim, E = H d, N tokens of any arrangement."""
 
 from __future__ import annotations
 
+import torch
 from intarsia import ops
 from intarsia.contracts import CacheSpec, Init, MixerSpec, SequenceContext
 from torch import Tensor, nn
@@ -11,8 +12,17 @@ from intarsia_models_common.config import AttentionConfig
 from intarsia_models_common.rope import RopeTables
 
 
+def gate_reference(x_ND: Tensor, gate_ND: Tensor) -> Tensor:
+    """`x * sigmoid(gate)`."""
+    return x_ND * torch.sigmoid(gate_ND)
+
+
+# On a CPU an element's sigmoid depends on how many elements there are, in its last bit.
+sigmoid_gate = ops.Operator("sigmoid_gate", gate_reference, "pointwise", invariant=False)
+
+
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v over the past, with grouped key/value heads (arXiv 2305.13245).
+    """y = Wo softmax(q k^T / sqrt(d)) v over the past, with grouped key/value heads (arXiv 2305.13245); with a gate Wo (softmax(..) v * sigmoid(Wg x)) (arXiv 2505.06708).
 
     Heads are counted from the projections' outputs by `head_dim`, never from the config, so that a slice of the heads is the same module.
     """
@@ -30,6 +40,7 @@ class Attention(nn.Module):
         self.wk = Linear(scope.dim, config.kv_heads * config.head_dim, scope.std, config.bias)
         self.wv = Linear(scope.dim, config.kv_heads * config.head_dim, scope.std, config.bias)
         self.wo = Linear(config.heads * config.head_dim, scope.dim, scope.output_std)
+        self.wg = Linear(scope.dim, config.heads * config.head_dim, scope.std, config.bias) if config.gate else None
         self.q_norm = None if config.qk_norm is None else build(config.qk_norm, scope.inside("q_norm", config.head_dim))
         self.k_norm = None if config.qk_norm is None else build(config.qk_norm, scope.inside("k_norm", config.head_dim))
         self.sinks = parameter(config.heads) if config.sinks else None
@@ -47,7 +58,8 @@ class Attention(nn.Module):
         y_BSHd = context.softmax(
             self.name, q_BSHd, k_BSKd, v_BSKd, scale=self.scale, window=self.window, softcap=self.softcap, sinks_H=self.sinks
         )
-        return self.wo(y_BSHd.flatten(-2))
+        y_BSE = y_BSHd.flatten(-2)
+        return self.wo(y_BSE if self.wg is None else sigmoid_gate(y_BSE, self.wg(x_BSD)))
 
     def cache_spec(self) -> MixerSpec:
         """Rotated keys, and values, of every past token within the window."""

@@ -98,7 +98,10 @@ class LanguageModel(nn.Module):
 
     def shared(self, context: SequenceContext) -> Any:
         """What all blocks are given beside it, computed on every pipeline stage: the rotary tables."""
-        return self.rope(context.positions_BS)
+        positions = context.positions_BS
+        if self.config.rope.sections is not None:
+            positions = (getattr(context, "extra", None) or {}).get("positions_3BS", positions)
+        return self.rope(positions)
 
     def run_block(self, name: str, carry: Any, shared: Any, context: SequenceContext) -> Any:
         """What block `name` makes of what the one before it made."""

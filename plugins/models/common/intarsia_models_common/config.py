@@ -45,6 +45,17 @@ class RMSNormConfig(NormConfig):
 
 
 @chz.chz(typecheck=True)
+class OffsetRMSNormConfig(NormConfig):
+    """Root-mean-square norm whose factor is 1 plus the weight, so that weight decay pulls it to 1; cast once, behind the factor."""
+
+    eps: float = chz.field(default=1e-6, doc="Added to the mean square.")
+
+    @chz.validate
+    def _eps_is_small(self) -> None:
+        check_between("offset_rms_norm.eps", self.eps, 0, 1)
+
+
+@chz.chz(typecheck=True)
 class RopeConfig(ComponentConfig):
     """Rotary position embedding: the angles, computed in float32."""
 
@@ -66,6 +77,11 @@ class RopeConfig(ComponentConfig):
     )
     mscale: float | None = chz.field(default=None, doc="yarn: DeepSeek's numerator of the attention factor.")
     mscale_all_dim: float | None = chz.field(default=None, doc="yarn: DeepSeek's denominator of the attention factor.")
+    sections: tuple[int, int, int] | None = chz.field(
+        default=None,
+        doc="How many pairs turn by a token's place in time, height and width: the first pairs take turns (time, height, width, time ...), the rest turn by time. None: all "
+        "turn by the place in the document.",
+    )
 
     @chz.validate
     def _scaling_is_known(self) -> None:
@@ -73,12 +89,24 @@ class RopeConfig(ComponentConfig):
         check_between("rope.original_positions", self.original_positions, 1)
         if self.dim is not None and (self.dim < 2 or self.dim % 2):
             raise UsageError(f"rope.dim = {self.dim}: rotary positions turn pairs, so it must be even and at least 2, or none.")
+        if self.sections is not None:
+            self._check_sections(self.sections)
         if self.scaling not in SCALINGS:
             raise UsageError(f"rope.scaling is {self.scaling!r}. {did_you_mean(self.scaling, SCALINGS)}")
         if self.scaling != "none" and self.factor < 1.0:
             raise UsageError(
                 f"rope.factor is {self.factor}: a stretched context is at least as long as the original one, so it must be 1 or more."
             )
+
+    def _check_sections(self, sections: tuple[int, int, int]) -> None:
+        pairs = sum(sections)
+        # Height has the pairs 1, 4, 7 ..., width the pairs 2, 5, 8 ..., and time what is left.
+        if min(sections) < 0 or 3 * sections[1] - 2 >= pairs or 3 * sections[2] - 1 >= pairs:
+            raise UsageError(
+                f"rope.sections = {sections}: {pairs} pairs that take turns do not give height and width so many. Give time more."
+            )
+        if self.dim is not None and pairs != self.dim // 2:
+            raise UsageError(f"rope.sections = {sections} are {pairs} pairs, and rope.dim = {self.dim} has {self.dim // 2}.")
 
 
 @chz.chz(typecheck=True)
@@ -95,6 +123,7 @@ class AttentionConfig(MixerConfig):
     bias: bool = chz.field(default=False, doc="Biases on query, key and value projections.")
     scale: float | None = chz.field(default=None, doc="Multiplier of the scores; none: head_dim^-0.5.")
     rotate: bool = chz.field(default=True, doc="Apply rotary positions.")
+    gate: bool = chz.field(default=False, doc="Multiply what each head gives by the sigmoid of a further projection of the input.")
 
     @chz.validate
     def _heads_divide(self) -> None:

@@ -17,7 +17,17 @@ def offer_operators() -> list[Entry]:
             name="scaled_linear",
             target="intarsia_models_common.scaled_linear:scaled_linear",
             doc="A linear layer that reads its weight as float8 with one scale for each tile.",
-        )
+        ),
+        Entry(
+            name="offset_rms_norm",
+            target="intarsia_models_common.norm:offset_rms_norm",
+            doc="Root-mean-square norm times 1 plus the weight, cast once.",
+        ),
+        Entry(
+            name="sigmoid_gate",
+            target="intarsia_models_common.attention:sigmoid_gate",
+            doc="A product with the sigmoid of a gate.",
+        ),
     ]
 
 
@@ -53,6 +63,12 @@ def offer_components() -> list[Entry]:
             config=f"{_CONFIG}:RMSNormConfig",
             target="intarsia_models_common.norm:RMSNorm",
             doc="Root-mean-square norm with a weight.",
+        ),
+        Entry(
+            name="offset_rms_norm",
+            config=f"{_CONFIG}:OffsetRMSNormConfig",
+            target="intarsia_models_common.norm:OffsetRMSNorm",
+            doc="Root-mean-square norm times 1 plus the weight.",
         ),
         Entry(
             name="rope",

@@ -9,6 +9,7 @@ import math
 from typing import Any, Self
 
 import torch
+from intarsia.errors import PluginError, UsageError
 from torch import Tensor, nn
 
 from intarsia_models_common.build import Scope
@@ -28,16 +29,32 @@ class Rope(nn.Module):
         self.config = config
         self.dim = scope.dim if config.dim is None else config.dim
         self.factor = attention_factor(config)
+        if config.sections is not None and sum(config.sections) != self.dim // 2:
+            raise UsageError(
+                f"rope.sections = {config.sections} are {sum(config.sections)} pairs, and a head has {self.dim // 2} that are rotated ({self.dim} dimensions)."
+            )
         self.register_buffer("frequencies_d", torch.empty(self.dim // 2, dtype=torch.float32), persistent=False)
         self.fill_buffers()
 
     def forward(self, positions_BS: Tensor) -> RopeTables:
-        """Tables for these positions (int64)."""
+        """Tables for these positions (int64). With `sections` they may be [3, B, S]: a token's place in time, height and width."""
         angles_BSd = positions_BS[..., None].float() * self.frequencies_d
+        if positions_BS.dim() == 3:
+            angles_BSd = self._by_axes(angles_BSd)
         cos_BSd, sin_BSd = angles_BSd.cos(), angles_BSd.sin()
         if self.factor != 1.0:
             return cos_BSd * self.factor, sin_BSd * self.factor
         return cos_BSd, sin_BSd
+
+    def _by_axes(self, angles_3BSd: Tensor) -> Tensor:
+        """Each pair's angle along its own axis: time's, but height's where i % 3 = 1 and i < 3 `sections[1]`, and width's where i % 3 = 2 and i < 3 `sections[2]`."""
+        if self.config.sections is None:
+            raise PluginError("Rotary positions got positions on three axes and have no sections (rope.sections).")
+        angles_BSd = angles_3BSd[0].clone()
+        for axis in (1, 2):
+            pairs = slice(axis, 3 * self.config.sections[axis], 3)
+            angles_BSd[..., pairs] = angles_3BSd[axis, ..., pairs]
+        return angles_BSd
 
     def fill_buffers(self) -> None:
         """Compute the frequencies on the buffer's device."""
