@@ -8,7 +8,7 @@ import chz
 from intarsia.config import ComponentConfig, Config
 from intarsia.errors import UsageError, did_you_mean
 
-from intarsia_models_common.config import FeedForwardConfig, check_between
+from intarsia_models_common.config import FeedForwardConfig, SwiGLUConfig, check_between
 
 SCORINGS = ("softmax", "sigmoid")
 GROUP_SCORES = ("top2", "max")
@@ -116,6 +116,11 @@ def near_text(value: int, legal: list[int]) -> str:
 
 
 @chz.chz(typecheck=True)
+class GatedSwiGLUConfig(SwiGLUConfig):
+    """A shared expert that each token takes as much of as a sigmoid of its own says (Qwen)."""
+
+
+@chz.chz(typecheck=True)
 class DispatcherConfig(Config):
     """Settings of a dispatcher: how tokens come to their experts' ranks."""
 
@@ -146,6 +151,7 @@ class MoEConfig(FeedForwardConfig):
 __all__ = [
     "DispatcherConfig",
     "ForcedBalancedRouterConfig",
+    "GatedSwiGLUConfig",
     "GroupLimitedRouterConfig",
     "LocalConfig",
     "MoEConfig",

@@ -37,6 +37,12 @@ def offer_components() -> Sequence[Entry]:
             target=f"{_MOE}.block:MoE",
             doc="A mixture of experts in a feed-forward layer's place.",
         ),
+        Entry(
+            name="gated_swiglu",
+            config=f"{_MOE}.config:GatedSwiGLUConfig",
+            target=f"{_MOE}.shared:GatedSwiGLU",
+            doc="A gated feed-forward layer times the sigmoid of one more projection: a mixture's shared expert (Qwen).",
+        ),
         _router("softmax", "SoftmaxRouter", "The experts of the largest logits, weighted by the softmax over all."),
         _router("sigmoid", "SigmoidRouter", "Each expert scored by a sigmoid of its own."),
         _router("group_limited", "GroupLimitedRouter", "Experts from the best few of several groups (DeepSeek-V2 and V3)."),
