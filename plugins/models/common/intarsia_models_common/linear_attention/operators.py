@@ -1,0 +1,10 @@
+"""The operators of linear attention that kernels may replace, each with its reference. Offered to `intarsia.ops`."""
+
+from __future__ import annotations
+
+from intarsia.ops import Operator
+
+from intarsia_models_common.linear_attention import delta_rule, short_conv
+
+SHORT_CONV = Operator("short_conv", short_conv.short_conv, "other", invariant=False)
+GATED_DELTA_RULE = Operator("gated_delta_rule", delta_rule.gated_delta_rule, "other", invariant=False)
