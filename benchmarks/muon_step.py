@@ -381,7 +381,7 @@ def worker(options: Any) -> None:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
-    world = init_world(device, 90.0)
+    world = init_world(device)
     results = json.loads(Path(options.out).read_text())
 
     for name, size in (DEBUG_SIZES if options.debug_sizes else SIZES).items():

@@ -31,7 +31,7 @@ from typing import Any
 
 PROCESSES = 8
 # Seconds that a rank waits for another one, and the test for a job.
-TIMEOUT_S, PATIENCE_S = "90", 240.0
+TIMEOUT_S, PATIENCE_S = "300", 900.0
 RECIPES = Path(__file__).parent / "parallel_recipes.py"
 
 

@@ -22,7 +22,9 @@ from types import TracebackType
 from typing import Any
 
 # Seconds that a rank waits for another one, and the test for all of them.
-WORLD_TIMEOUT_S, PATIENCE_S = 20.0, 60.0
+WORLD_TIMEOUT_S, PATIENCE_S = 300.0, 600.0
+# And for the others once one has failed: they wait for that one.
+GRACE_S = 3.0
 # A world is renewed after so many examples: each of them leaves groups behind.
 RENEWED_AFTER = 50
 
@@ -33,7 +35,7 @@ class Pool:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self._processes: list[subprocess.Popen[str]] = []
-        self._answers: list[queue.Queue[str]] = []
+        self._answers: queue.Queue[tuple[int, str]] = queue.Queue()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._count = 0
 
@@ -58,16 +60,19 @@ class Pool:
             assert process.stdin is not None
             process.stdin.write(json.dumps(example) + "\n")
             process.stdin.flush()
-        found: list[dict[str, Any]] = []
-        for answers in self._answers:
-            failed = any("error" in each for each in found)
+        found: dict[int, dict[str, Any]] = {}
+        failed = False
+        while len(found) < self.ranks:
             try:
-                found.append(json.loads(answers.get(timeout=WORLD_TIMEOUT_S + 5 if failed else PATIENCE_S)))
+                rank, text = self._answers.get(timeout=GRACE_S if failed else PATIENCE_S)
             except queue.Empty:
-                found.append({"error": "no answer in time"})
-        if any("error" in each for each in found):
+                failed = True
+                break
+            found[rank] = json.loads(text)
+            failed = failed or "error" in found[rank]
+        if failed:
             self.close()
-        return found
+        return [found.get(rank, {"error": "no answer in time"}) for rank in range(self.ranks)]
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
@@ -76,28 +81,26 @@ class Pool:
             environ |= {"LOCAL_WORLD_SIZE": str(self.ranks), "INTARSIA_RENDEZVOUS": f"file://{self._folder.name}/store"}
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             process = subprocess.Popen([sys.executable, __file__], env=environ, text=True, **pipes)
-            answers: queue.Queue[str] = queue.Queue()
-            threading.Thread(target=_read, args=(process, answers), daemon=True).start()
+            threading.Thread(target=_read, args=(process, rank, self._answers), daemon=True).start()
             self._processes.append(process)
-            self._answers.append(answers)
 
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:
             process.kill()
             process.wait()
-        self._processes, self._answers, self._count = [], [], 0
+        self._processes, self._answers, self._count = [], queue.Queue(), 0
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
 
 
-def _read(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
+def _read(process: subprocess.Popen[str], rank: int, answers: queue.Queue[tuple[int, str]]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("{"):
-            answers.put(line)
-    answers.put(json.dumps({"error": f"the process has ended with {process.wait()}"}))
+            answers.put((rank, line))
+    answers.put((rank, json.dumps({"error": f"the process has ended with {process.wait()}"})))
 
 
 def answer(world: Any, example: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,14 @@
 
 `tests/distributed` is on pytest's path, so test files say `from _spawn import spawn`. Arguments and results are JSON. Processes meet through a
 file, never a port; each has one thread. A process that does not end in time is killed, and the failure shows what every rank printed.
+
+Limits are far above what a slow and busy machine needs: a test that waits for one sets its own where the wait begins (`alone_within`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import importlib.util
 import inspect
 import json
@@ -21,17 +25,19 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+# Seconds that a rank waits for another one in a collective.
+WORLD_TIMEOUT_S = 300.0
 
 
 def spawn(
     function: Callable[..., Any],
     ranks: int,
     *arguments: Any,
-    timeout_s: float = 180.0,
-    world_timeout_s: float = 90.0,
+    timeout_s: float = 600.0,
     world: bool = True,
     errors: bool = False,
     environment: Mapping[str, str] | None = None,
@@ -54,7 +60,6 @@ def spawn(
                 inspect.getfile(function),
                 function.__name__,
                 folder,
-                str(world_timeout_s),
                 str(int(world)),
             ]
             with Path(folder, f"{rank}.log").open("wb") as log:
@@ -82,7 +87,24 @@ def spawn(
         return outcomes
 
 
-def _child(file: str, name: str, folder: str, world_timeout_s: str, with_world: str) -> None:
+@contextlib.contextmanager
+def alone_within(world: Any, limit_s: float) -> Iterator[bool]:
+    """Whether this is rank 0. It waits for others no longer than `limit_s` within the block, while the others live, do nothing and wait for its end: however long
+    the ranks took to come here, and whatever they did before, only the calls within the block are bounded.
+    """
+    world.barrier("all are here")
+    if world.rank == 0:
+        world.set_timeout(limit_s)
+        try:
+            yield True
+        finally:
+            world.store.set("the end of rank 0", "")
+    else:
+        yield False
+        world.store.wait(["the end of rank 0"], datetime.timedelta(seconds=WORLD_TIMEOUT_S))
+
+
+def _child(file: str, name: str, folder: str, with_world: str) -> None:
     begin = time.monotonic()
     sys.path.insert(0, str(Path(__file__).parent))
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
@@ -96,7 +118,7 @@ def _child(file: str, name: str, folder: str, world_timeout_s: str, with_world: 
         if with_world == "1":
             from intarsia.comm import init_world
 
-            communicator = init_world("cpu", float(world_timeout_s))
+            communicator = init_world("cpu", WORLD_TIMEOUT_S)
             begin = time.monotonic()
             arguments.insert(0, communicator)
         outcome = {"result": getattr(module, name)(*arguments)}

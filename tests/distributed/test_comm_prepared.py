@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from _spawn import spawn
+from _spawn import alone_within, spawn
 from intarsia.comm import Communicator, FakeCommunicator, Prepared, PreparedReduce, SelfCommunicator
 from intarsia.errors import DistributedError, UsageError
 
@@ -156,7 +156,7 @@ def overlapped(world: Communicator) -> list[str]:
         if outs[number].tolist() != [3.0 * number + 3] * counts[me]:
             wrong.append(f"reduce {number}: {outs[number]}")
     statistic = gather.stats()["unshard"]
-    if statistic.calls != 4 or not 0 < statistic.seconds < 60 or "unshard" in reduce.stats():
+    if statistic.calls != 4 or not statistic.seconds > 0 or "unshard" in reduce.stats():
         wrong.append(str(statistic))
     return wrong
 
@@ -241,7 +241,12 @@ def differ(world: Communicator, kind: str) -> None:
     gather = world.prepare_gather(torch.zeros(counts[world.rank]), full, counts, name)
     if kind == "kinds" and world.rank:
         world.prepare_reduce_scatter(full, counts, "reduce layers.0").start(torch.zeros(2))
-    elif kind != "absent" or world.rank == 0:
+    elif kind == "absent":
+        with alone_within(world, 2.0) as alone:
+            if alone:
+                gather.start()
+                gather.wait()
+    else:
         gather.start()
         gather.wait()
         if kind == "again":
@@ -259,17 +264,17 @@ def differ(world: Communicator, kind: str) -> None:
 )
 def test_in_check_mode_both_sides_are_told(kind: str, words: list[str]) -> None:
     for result in spawn(differ, 2, kind, errors=True, environment={"INTARSIA_CHECK_COLLECTIVES": "1"}):
-        assert result["error"] == "DistributedError" and result["seconds"] < 20
+        assert result["error"] == "DistributedError"
         for word in words:
             assert word.lower() in result["message"].lower()
 
 
 @pytest.mark.parametrize("check", ["0", "1"])
 def test_a_missing_rank_is_named_within_the_limit(check: str) -> None:
-    results = spawn(differ, 2, "absent", errors=True, world_timeout_s=8, environment={"INTARSIA_CHECK_COLLECTIVES": check})
-    assert results[0]["error"] == "DistributedError" and results[0]["seconds"] < 25
+    results = spawn(differ, 2, "absent", errors=True, environment={"INTARSIA_CHECK_COLLECTIVES": check})
+    assert results[0]["error"] == "DistributedError" and "did not finish within 2 s" in results[0]["message"]
     assert "gather 'unshard layers.0'" in results[0]["message"] and "group 'world'" in results[0]["message"]
-    assert "rank 1 said nothing" in results[0]["message"]
+    assert ("rank 1 is at collective 1, all_reduce 'all are here'" if check == "1" else "rank 1 said nothing") in results[0]["message"]
 
 
 def test_a_second_start_without_a_wait_is_refused() -> None:
@@ -295,23 +300,19 @@ def watched(world: Communicator) -> dict[str, Any]:
     part = world.duplicate("unshard")
     assert part.watcher is watcher  # type: ignore[attr-defined]
     # The test looks itself: the thread needs a driver to ask.
-    watcher._thread, watcher.timeout_s = object(), 1.0
+    watcher._thread = object()
     part.watch_event(Event(True), {"call": "gather", "what": "unshard layers.0", "sizes": [1, 2], "number": 1})
-    late = Event()
-    part.watch_event(late, {"call": "gather", "what": "unshard layers.1", "sizes": [1, 2], "number": 2})
+    part.watch_event(Event(), {"call": "gather", "what": "unshard layers.1", "sizes": [1, 2], "number": 2})
     part.watch_event(Event(), {"call": "gather", "what": "unshard layers.2", "sizes": [1, 2], "number": 3})
     result: dict[str, Any] = {"at once": watcher.look(), "error": watcher.error}
-    world.barrier("all are here")
-    if world.rank == 1:
-        late.is_over = True
-        time.sleep(4)
-        return result
-    time.sleep(1.1)
-    result["late"] = watcher.look()
-    try:
-        world.barrier("after it")
-    except DistributedError as error:
-        result["message"] = str(error)
+    with alone_within(world, 1.0) as alone:
+        if alone:
+            time.sleep(1.1)
+            result["late"] = watcher.look()
+            try:
+                world.barrier("after it")
+            except DistributedError as error:
+                result["message"] = str(error)
     return result
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from _spawn import spawn
+from _spawn import alone_within, spawn
 from intarsia.comm import Communicator, FakeCommunicator, SelfCommunicator, init_world
 from intarsia.config import MeshConfig
 from intarsia.errors import DistributedError, UsageError
@@ -89,7 +91,7 @@ def test_collectives_mean_the_same_on_gloo(ranks: int) -> None:
         calls, received = result["stats"]
         itemsizes = [getattr(torch, name).itemsize for name in (*DTYPES, *MOVED_ONLY)]
         assert calls == len(itemsizes) and received == (0 if rank == ranks - 1 else 4 * sum(itemsizes))
-        assert 0 < result["seconds"] < 60
+        assert result["seconds"] > 0
         message = result["disagree"]
         assert "the bucket plan" in message and "buckets.1.sizes.1" in message
         assert "rank 0: 4" in message and (f"ranks {', '.join(map(str, range(1, ranks)))}: 3" in message or "rank 1: 3" in message)
@@ -109,7 +111,11 @@ def diverge(world: Communicator, kind: str) -> None:
         world.all_reduce(torch.zeros(3), "sum", "gradient norm")
     elif kind == "exchange":
         world.exchange([torch.zeros(1), torch.zeros(1)], [1, 1 if world.rank else 2], "dispatch tokens")
-    elif kind != "absent" or world.rank == 0:
+    elif kind == "absent":
+        with alone_within(world, 2.0) as alone:
+            if alone:
+                world.all_reduce(torch.zeros(2), "sum", "gradient norm")
+    elif kind != "dead" or world.rank == 0:
         world.all_reduce(torch.zeros(2), "sum", "gradient norm")
 
 
@@ -124,18 +130,56 @@ def diverge(world: Communicator, kind: str) -> None:
 def test_diverged_ranks_are_told_both_sides(kind: str, words: list[str]) -> None:
     results = spawn(diverge, 2, kind, errors=True, environment={"INTARSIA_CHECK_COLLECTIVES": "1"})
     for result in results:
-        assert result["error"] == "DistributedError" and result["seconds"] < 20
+        assert result["error"] == "DistributedError"
         for word in words:
             assert word.lower() in result["message"].lower()
 
 
 @pytest.mark.parametrize("check", ["0", "1"])
 def test_an_absent_rank_ends_the_wait_and_is_named(check: str) -> None:
-    results = spawn(diverge, 2, "absent", errors=True, world_timeout_s=3, environment={"INTARSIA_CHECK_COLLECTIVES": check})
-    assert results[0]["error"] == "DistributedError" and results[0]["seconds"] < 15
+    results = spawn(diverge, 2, "absent", errors=True, environment={"INTARSIA_CHECK_COLLECTIVES": check})
+    assert results[0]["error"] == "DistributedError"
     message = results[0]["message"]
-    assert "gradient norm" in message and "rank 1" in message
-    assert ("rank 1 is at collective 1" if check == "1" else "rank 1 said nothing") in message
+    assert "gradient norm" in message and "did not finish within 2 s" in message
+    assert ("rank 1 is at collective 2, all_reduce 'all are here'" if check == "1" else "rank 1 said nothing") in message
+
+
+def test_a_rank_that_has_ended_is_not_waited_for_and_no_limit_is_blamed() -> None:
+    message = spawn(diverge, 2, "dead", errors=True)[0]["message"]
+    assert "gradient norm" in message and "ended because another rank closed the connection" in message and "within" not in message
+
+
+def limited(world: Communicator) -> list[float]:
+    """The limits of a world, of parts made before and after it was changed, and of a group beside it."""
+    part = world.split([[0], [1]], "part")
+    inner = part.duplicate("inner")
+    world.set_timeout(20.0)  # type: ignore[attr-defined]
+    later = part.duplicate("later")
+    part.set_timeout(10.0)  # type: ignore[attr-defined]
+    return [each.timeout_s for each in (world, part, inner, later)]  # type: ignore[attr-defined]
+
+
+def test_a_limit_is_that_of_all_parts() -> None:
+    assert spawn(limited, 2) == [[20.0, 10.0, 10.0, 10.0]] * 2
+
+
+def test_meeting_late_is_no_hang() -> None:
+    """The limit of a call is no limit of how late a process may start or come to form a part."""
+    assert spawn(late, 2, world=False) == [["world", "part"]] * 2
+
+
+def late() -> list[str]:
+    waits = os.environ["RANK"] == "1"
+    time.sleep(1.5 if waits else 0.0)
+    world = init_world("cpu", timeout_s=1.0)
+    time.sleep(1.5 if waits else 0.0)
+    part = world.split([[0, 1]], "part")
+    names = [world.name, part.name]
+    # No call is bounded here: this test is about what comes before them.
+    world.set_timeout(300.0)  # type: ignore[attr-defined]
+    part.barrier("the end")
+    world.close()
+    return names
 
 
 class Graph:
@@ -225,8 +269,8 @@ def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         init_world("cpu")
     monkeypatch.setenv("INTARSIA_RENDEZVOUS", f"file://{tmp_path}/store")
     with pytest.raises(DistributedError, match="did not meet the others within 1 s"):
-        init_world("cpu", timeout_s=1)
-    monkeypatch.setenv("INTARSIA_TIMEOUT_S", "2")
+        init_world("cpu", meeting_s=1)
+    monkeypatch.setenv("INTARSIA_MEETING_S", "2")
     with pytest.raises(DistributedError, match="did not meet the others within 2 s"):
         init_world("cpu")
     monkeypatch.setenv("INTARSIA_TIMEOUT_S", "soon")

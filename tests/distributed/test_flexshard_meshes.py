@@ -403,11 +403,11 @@ def refusals(world: Communicator) -> list[list[str]]:
 
 @pytest.mark.parametrize(("ranks", "stages"), [(4, 2), (3, 3)])
 def test_tied_parameters_of_two_stages_are_one(ranks: int, stages: int) -> None:
-    assert spawn(tied_pipelines, ranks, stages, world_timeout_s=30.0) == [[]] * ranks
+    assert spawn(tied_pipelines, ranks, stages) == [[]] * ranks
 
 
 def test_pipelines_that_do_not_fit_are_refused_on_every_stage() -> None:
-    for glob, holders in spawn(refusals, 4, world_timeout_s=30.0):
+    for glob, holders in spawn(refusals, 4):
         assert glob[0] == "UsageError" and "'layer.*' matches no parameter" in glob[1]
         assert holders[0] == "DistributedError" and "parameters that several pipeline stages have" in holders[1]
 
@@ -417,7 +417,7 @@ def test_pipelines_that_do_not_fit_are_refused_on_every_stage() -> None:
 
 @pytest.fixture(scope="module")
 def results() -> dict[int, list[dict[str, list[str]]]]:
-    return {size: spawn(run_cases, size, world_timeout_s=60.0) for size in CASES}
+    return {size: spawn(run_cases, size) for size in CASES}
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])

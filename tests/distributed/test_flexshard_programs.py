@@ -180,6 +180,6 @@ def run(world: Communicator, kind: str) -> list[Any]:
     "ranks, kind", [(2, "programs"), (3, "settings"), (4, "settings"), pytest.param(3, "both", marks=pytest.mark.slow)]
 )
 def test_n_processes_equal_one(ranks: int, kind: str) -> None:
-    results = spawn(run, ranks, kind, world_timeout_s=30)[0]
+    results = spawn(run, ranks, kind)[0]
     wrong = [f"{name}: {result['where']}" for name, result in results if not result["worst"] <= TOLERANCE]
     assert not wrong, "\n".join(wrong)

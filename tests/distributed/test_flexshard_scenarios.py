@@ -878,12 +878,12 @@ def on_four(world: Communicator) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, list[str]]]:
-    return spawn(on_two, 2, world_timeout_s=30.0)
+    return spawn(on_two, 2)
 
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[str, list[str]]]:
-    return spawn(on_four, 4, world_timeout_s=30.0)
+    return spawn(on_four, 4)
 
 
 @pytest.mark.parametrize("name", list(TWO))

@@ -110,7 +110,7 @@ def check(found: list[dict[str, Any]], whole: bool) -> None:
 
 
 def test_one_axis() -> None:
-    for rank_results in zip(*spawn(one_axis, 3, timeout_s=240), strict=True):
+    for rank_results in zip(*spawn(one_axis, 3), strict=True):
         check([result for _, result in rank_results], rank_results[0][0] in ("owned", "matrices"))
 
 
@@ -132,7 +132,7 @@ def two_axes(world: Any) -> list[Any]:
 
 
 def test_two_axes() -> None:
-    for rank_results in zip(*spawn(two_axes, 4, timeout_s=240), strict=True):
+    for rank_results in zip(*spawn(two_axes, 4), strict=True):
         check([result for _, result in rank_results], rank_results[0][0])
 
 

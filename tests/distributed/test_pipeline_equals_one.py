@@ -53,7 +53,7 @@ def run_rounds(world: Any, ranks: int) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_schedules_equal_one_process(ranks: int) -> None:
-    (found, *_) = spawn(run_rounds, ranks, ranks, timeout_s=280)
+    (found, *_) = spawn(run_rounds, ranks, ranks)
     for (schedule, settings, build), worst in zip(ROUNDS[ranks], found, strict=True):
         assert worst["missing"] == 0, (schedule, settings, build)
         assert max(worst.values()) <= 1e-6, (schedule, settings, build, worst)

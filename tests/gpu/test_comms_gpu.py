@@ -38,7 +38,7 @@ class TestCopyEngine(TransportConformance):
 
 def worlds() -> tuple[CopyEngine, Communicator, Communicator, Communicator]:
     """The transport, a communicator that it serves, one of NCCL, the world."""
-    world = init_world(select("cuda"), 30.0)
+    world = init_world(select("cuda"), 300.0)
     transport = CopyEngine()
     return transport, world.duplicate("copies", transport), world.duplicate("nccl"), world
 

@@ -151,12 +151,12 @@ def join() -> Communicator:
     """The world of this test's processes."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    return init_world(device(), 60.0)
+    return init_world(device(), 300.0)
 
 
 def on_two(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function` returns on both ranks."""
-    return spawn(function, 2, *arguments, world=False, environment=ENVIRONMENT, timeout_s=240.0)
+    return spawn(function, 2, *arguments, world=False, environment=ENVIRONMENT)
 
 
 class TorchAdamW:

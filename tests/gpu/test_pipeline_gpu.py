@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 def run_schedules(schedules: list[str]) -> list[dict[str, Any]]:
     """This rank's losses and gradients' sums, schedule by schedule, with recorded stages where they can be."""
-    world = init_world("cuda", 60.0)
+    world = init_world("cuda", 300.0)
     found = []
     for schedule in schedules:
         for capture in (False, True):
@@ -57,7 +57,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def test_schedules_and_recordings_on_two_gpus() -> None:
-    ranks = spawn(run_schedules, 2, list(SCHEDULES), world=False, timeout_s=250)
+    ranks = spawn(run_schedules, 2, list(SCHEDULES), world=False)
     first = {name: value for rank in ranks for name, value in rank[0]["gradients"].items()}
     for number, (one, other) in enumerate(zip(*ranks, strict=True)):
         what = (one["schedule"], one["capture"])

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _TORCH_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
+# What gloo and NCCL say where the other end of a connection is gone, which is no matter of time.
+_CLOSED = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+
 # Newer torch renames these two and warns of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -32,7 +35,8 @@ class ProcessGroupCommunicator(Communicator):
     """Collectives over a torch process group of gloo (CPU tensors), NCCL (CUDA tensors) or both. Stability: stable.
 
     `store` is the key-value store through which ranks say where they are: in check mode before each call, else when one has failed. `ranks` are the
-    group's members as ranks of the default group.
+    group's members as ranks of the default group. `timeout_s` bounds a call's wait for another rank; `meeting_s` bounds how long ranks wait for each other
+    to form a part (`split`), for connecting many processes may take long where nothing hangs.
     """
 
     def __init__(
@@ -44,9 +48,10 @@ class ProcessGroupCommunicator(Communicator):
         timeout_s: float = 600.0,
         check: bool = False,
         watcher: Watcher | None = None,
+        meeting_s: float = 600.0,
     ) -> None:
         super().__init__(name, dist.get_rank(group), dist.get_world_size(group), device)
-        self.group, self.timeout_s, self.check = group, timeout_s, check
+        self.group, self.meeting_s, self.check = group, meeting_s, check
         self.ranks = dist.get_process_group_ranks(group)
         # Groups of one name (the rows of a mesh, say) are told apart by their first member.
         self.store = None if store is None else dist.PrefixStore(f"intarsia/{name}/{self.ranks[0]}", store)
@@ -54,24 +59,33 @@ class ProcessGroupCommunicator(Communicator):
         self._sequence, self._owns_world = 0, False
         self._parts: list[ProcessGroupCommunicator] = []
         self.watcher = Watcher(timeout_s) if watcher is None else watcher
-        backend = self.device_backend()
-        if backend is not None:
+        if self.device_backend() is not None:
             self.watcher.groups.append(self)
-            limit = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
-            limit(datetime.timedelta(seconds=timeout_s + MARGIN_S))
+        self.set_timeout(timeout_s)
         if check and store is None:
             raise UsageError(f"Group {name!r}: checking collectives needs a store.")
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Bound the waits of all later calls of this group and of its parts, on this rank."""
+        self.timeout_s = self.watcher.timeout_s = timeout_s
+        for device_type, kind in self._backends.items():
+            backend: Any = self.group._get_backend(torch.device(device_type))
+            limit = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
+            limit(datetime.timedelta(seconds=timeout_s + (MARGIN_S if kind == "nccl" else 0.0)))
+        for part in self._parts:
+            part.set_timeout(timeout_s)
 
     def split(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
         mine = [[self.ranks[rank] for rank in group] for group in groups if self.rank in group]
         if not mine:
             raise DistributedError(f"Rank {self.rank} of group {self.name!r} is in none of the groups {groups} of {name!r}.")
         # Named by its members: groups beside this one, whose ranks make parts of their own now, have other names.
-        made = dist.new_group(mine[-1], timeout=datetime.timedelta(seconds=self.timeout_s), use_local_synchronization=True)
+        made = dist.new_group(mine[-1], timeout=datetime.timedelta(seconds=self.meeting_s), use_local_synchronization=True)
         # Groups that were made one after the other may have one name.
         store = None if self.store is None else dist.PrefixStore(f"part{len(self._parts)}", self.store)
-        self._parts.append(ProcessGroupCommunicator(made, self.device, name, store, self.timeout_s, self.check, self.watcher))
-        return self._parts[-1]
+        part = ProcessGroupCommunicator(made, self.device, name, store, self.timeout_s, self.check, self.watcher, self.meeting_s)
+        self._parts.append(part)
+        return part
 
     def duplicate(self, name: str, transport: Transport | None = None) -> Communicator:
         made = self.split([list(range(self.size))], name)
@@ -249,10 +263,12 @@ class ProcessGroupCommunicator(Communicator):
         if missing and places:
             lines.append(f"{ranks_text(missing)} said nothing: busy elsewhere, or ended (look for an earlier error there)")
         cause = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        closed = any(words in cause for words in _CLOSED)
+        how = "ended because another rank closed the connection" if closed else f"did not finish within {self.timeout_s:g} s or failed"
         return DistributedError(
             f"Rank {self.rank} of {self.size} in group {self.name!r}: "
-            f"{'collective ' + str(record['number']) + ', ' if 'number' in record else ''}{call_text(record)}, did not "
-            f"finish within {self.timeout_s:g} s or failed; {'; '.join(lines) or 'nothing is known of the other ranks'}. Cause: {cause}"
+            f"{'collective ' + str(record['number']) + ', ' if 'number' in record else ''}{call_text(record)}, {how}; "
+            f"{'; '.join(lines) or 'nothing is known of the other ranks'}. Cause: {cause}"
         )
 
     def _places(self, patience_s: float = 2.0) -> dict[int, dict[str, Any]]:
@@ -268,12 +284,17 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def init_world(
-    device: torch.device | str = "cpu", timeout_s: float | None = None, check: bool | None = None, store: dist.Store | None = None
+    device: torch.device | str = "cpu",
+    timeout_s: float | None = None,
+    check: bool | None = None,
+    store: dist.Store | None = None,
+    meeting_s: float | None = None,
 ) -> Communicator:
     """The communicator of all processes of the run, from torchrun's environment; a SelfCommunicator where there is only this process.
 
-    `device` is this process's (`intarsia.device.select` gives it); `cuda` without an index is the GPU that LOCAL_RANK numbers, else RANK modulo their number. `timeout_s` bounds every wait for another rank
-    (default: the environment variable INTARSIA_TIMEOUT_S, else 600). `check` turns check mode on
+    `device` is this process's (`intarsia.device.select` gives it); `cuda` without an index is the GPU that LOCAL_RANK numbers, else RANK modulo their number. `timeout_s` bounds every wait of a call
+    for another rank (default: the environment variable INTARSIA_TIMEOUT_S, else 600). `meeting_s` bounds how long the processes wait for each other here and where they form a
+    part of the world: a node that starts late is no hang (default: INTARSIA_MEETING_S, else the longer of 600 and `timeout_s`). `check` turns check mode on
     (default: the environment variable INTARSIA_CHECK_COLLECTIVES is 1). Processes meet at MASTER_ADDR:MASTER_PORT, or at the URL in
     INTARSIA_RENDEZVOUS (`file:///shared/path`), or through `store`. Stability: provisional.
     """
@@ -288,7 +309,8 @@ def init_world(
     if not 0 <= rank < size:
         raise UsageError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are 0 to {size - 1}.")
     timeout_s = timeout_s or _environment_integer("INTARSIA_TIMEOUT_S") or 600.0
-    timeout = datetime.timedelta(seconds=timeout_s)
+    meeting_s = meeting_s or _environment_integer("INTARSIA_MEETING_S") or max(600.0, timeout_s)
+    timeout = datetime.timedelta(seconds=meeting_s)
     url = os.environ.get("INTARSIA_RENDEZVOUS", "env://")
     if store is None and url == "env://" and not os.environ.get("MASTER_ADDR"):
         raise UsageError("WORLD_SIZE is set, but MASTER_ADDR is not. Start the processes with torchrun, or set INTARSIA_RENDEZVOUS.")
@@ -302,10 +324,11 @@ def init_world(
         dist.init_process_group(store=dist.PrefixStore("torch", store), rank=rank, world_size=size, timeout=timeout, **options)
     except RuntimeError as error:
         cause = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        raise DistributedError(f"Rank {rank} of {size} did not meet the others within {timeout_s:g} s. Cause: {cause}") from error
+        raise DistributedError(f"Rank {rank} of {size} did not meet the others within {meeting_s:g} s. Cause: {cause}") from error
     if check is None:
         check = os.environ.get("INTARSIA_CHECK_COLLECTIVES") == "1"
-    world = ProcessGroupCommunicator(dist.group.WORLD, device, "world", store, timeout_s, check)  # type: ignore[arg-type]
+    group: Any = dist.group.WORLD
+    world = ProcessGroupCommunicator(group, device, "world", store, timeout_s, check, meeting_s=meeting_s)
     world._owns_world = True
     return world
 

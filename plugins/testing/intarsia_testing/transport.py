@@ -39,7 +39,7 @@ class TransportConformance(Conformance):
     kind: ClassVar[str] = "transport"
     device: ClassVar[str] = "cpu"
     sizes: ClassVar[tuple[int, ...]] = (2, 3)
-    timeout_s: ClassVar[float] = 120.0
+    timeout_s: ClassVar[float] = 600.0
 
     def make(self) -> Any:
         """The transport, on each rank."""
@@ -144,7 +144,7 @@ def _child(file: str, name: str, folder: str) -> None:
     from intarsia_testing.transport_promises import examine
 
     examined = getattr(module, name)()
-    comm = init_world(select(examined.device), 30.0)
+    comm = init_world(select(examined.device), 300.0)
     found = {}
     for promise, problem in examine(examined.make(), comm):
         found[promise] = problem
