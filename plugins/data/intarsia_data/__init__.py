@@ -1,7 +1,7 @@
 """From documents to batches: sources, tokenizers, the token store, order, packing and the exact position.
 
 Public: `build_loader`, `Loader`, `to_document`. Imports go one way:
-records, files, tokenizer -> sources; store -> order -> loader. Configs (`intarsia_data.config`) import neither numpy nor torch, which is
+records, files, tokenizer -> sources; tokenizer -> store -> order -> steps -> loader. Configs (`intarsia_data.config`) import neither numpy nor torch, which is
 why the names below are resolved on first use.
 """
 

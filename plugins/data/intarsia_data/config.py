@@ -46,8 +46,12 @@ class JsonlConfig(DataSourceConfig):
 
 @chz.chz(typecheck=True)
 class ByteTokenizerConfig(TokenizerConfig):
-    """One id for each byte of UTF-8, then bos, eos, pad, end of turn and one marker for each role: 260 + roles ids, 264 by default."""
+    """One id for each byte of UTF-8, then bos, eos, pad, end of turn, one marker for each role, and the further special tokens: 264 ids by default."""
 
     roles: tuple[str, ...] = chz.field(
         default=("system", "user", "assistant", "tool"), doc="Roles of conversations, in the order of their ids."
+    )
+    specials: tuple[str, ...] = chz.field(
+        default=(),
+        doc="Further special tokens by what they are called (`<|image_pad|>`), in the order of their ids. They are never recognised in text.",
     )

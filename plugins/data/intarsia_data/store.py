@@ -22,18 +22,21 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 from intarsia.contracts import DataSource, Document, Tokenizer
 from intarsia.errors import IntarsiaError, PluginError, UsageError
 
+from intarsia_data.tokenizer import encode_parts, text_of
+
 FORMAT = 1
 DOCUMENTS_AT_ONCE = 256
 REPORT_EVERY_S = 30.0
 log = logging.getLogger("intarsia_data")
+Store = TypeVar("Store")
 
 
 class TokenStore:
@@ -42,10 +45,10 @@ class TokenStore:
     def __init__(self, folder: Path):
         self.facts = json.loads((folder / "facts.json").read_text())
         self.documents, self.token_count, self.digest = self.facts["documents"], self.facts["tokens"], self.facts["digest"]
-        self.tokens = _map(folder / "tokens.bin", self.facts["dtype"], self.token_count)
-        self.offsets = _map(folder / "offsets.bin", "int64", self.documents + 1)
-        self.document_bytes = _map(folder / "bytes.bin", "int64", self.documents)
-        self.trained = _map(folder / "trained.bin", "uint8", self.token_count) if self.facts["trained"] else None
+        self.tokens = mapped(folder / "tokens.bin", self.facts["dtype"], self.token_count)
+        self.offsets = mapped(folder / "offsets.bin", "int64", self.documents + 1)
+        self.document_bytes = mapped(folder / "bytes.bin", "int64", self.documents)
+        self.trained = mapped(folder / "trained.bin", "uint8", self.token_count) if self.facts["trained"] else None
 
 
 def open_store(source: DataSource, tokenizer: Tokenizer, name: str, cache: Path, timeout_s: float = 6 * 3600.0) -> TokenStore:
@@ -55,21 +58,36 @@ def open_store(source: DataSource, tokenizer: Tokenizer, name: str, cache: Path,
     another process that builds the same store is not done after `timeout_s` seconds.
     """
     key = json.dumps([FORMAT, type(source).__qualname__, source.fingerprint(), tokenizer.fingerprint(), tokenizer.vocab_size])
+    return open_kept(cache, key, lambda folder: build(source, tokenizer, name, folder), TokenStore, name, timeout_s)
+
+
+def open_kept(
+    cache: Path, key: str, build: Callable[[Path], None], open_folder: Callable[[Path], Store], name: str, timeout_s: float = 6 * 3600.0
+) -> Store:
+    """What is kept under `cache` by `key`: built by `build(folder)` if need be, aside and under a lock, and then opened by `open_folder(folder)`, whose
+    OSError, ValueError or KeyError means that it is missing or damaged and must be built anew.
+
+    Errors: those of `build`, and UsageError for a cache that cannot be written and for another process that is not done in time. Stability: provisional.
+    """
     folder = cache / hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
     try:
-        if (store := _opened(folder)) is not None:
+        if (store := _opened(folder, open_folder)) is not None:
             return store
         cache.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_suffix(".lock"), name, timeout_s):
-            if (store := _opened(folder)) is not None:
+        with _locked(folder.with_suffix(".lock"), name, timeout_s):
+            if (store := _opened(folder, open_folder)) is not None:
                 return store
             aside = folder.with_suffix(".building")
             for leftover in (aside, folder):  # of a process that was killed, or damaged
                 shutil.rmtree(leftover, ignore_errors=True)
             aside.mkdir()
-            build(source, tokenizer, name, aside)
+            build(aside)
+            for path in aside.iterdir():
+                # Durable before the folder is renamed into place.
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())
             aside.rename(folder)
-        return TokenStore(folder)
+        return open_folder(folder)
     except OSError as error:
         raise UsageError(
             f"{name}: its tokens cannot be kept in {cache}: {error}. Make room, or set data.cache to another folder."
@@ -103,10 +121,6 @@ def build(source: DataSource, tokenizer: Tokenizer, name: str, folder: Path) -> 
     numpy.array(sizes, dtype=numpy.int64).tofile(folder / "bytes.bin")
     facts = {"documents": count, "tokens": int(offsets[-1]), "dtype": dtype.name, "digest": digest.hexdigest(), "trained": bool(masked)}
     (folder / "facts.json").write_text(json.dumps(facts))
-    for path in folder.iterdir():
-        # Durable before the folder is renamed into place.
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
 
 
 Tokenised = tuple[numpy.ndarray, numpy.ndarray, int]
@@ -119,7 +133,7 @@ def tokenise(source: DataSource, tokenizer: Tokenizer, name: str, numbers: Seque
     """
     documents = []
     for number in numbers:
-        with _named(name, number, "cannot be read"):
+        with document_named(name, number, "cannot be read"):
             documents.append(source[number])
     texts = {number: document.text for number, document in zip(numbers, documents, strict=True) if document.text is not None}
     encoded: dict[int, Any] = {}
@@ -128,9 +142,9 @@ def tokenise(source: DataSource, tokenizer: Tokenizer, name: str, numbers: Seque
         with contextlib.suppress(Exception):
             encoded = dict(zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True))
     for number, document in zip(numbers, documents, strict=True):
-        with _named(name, number, "cannot be encoded"):
+        with document_named(name, number, "cannot be encoded"):
             raw, mask, text = (encoded[number], None, texts[number]) if number in encoded else _ids(document, tokenizer)
-            ids, trained = _framed(numpy.asarray(raw, dtype=numpy.int64), mask, tokenizer, frame_start=document.tokens is None)
+            ids, trained = framed(numpy.asarray(raw, dtype=numpy.int64), mask, tokenizer, frame_start=document.tokens is None)
             size = len(text.encode())
         yield ids.astype(dtype), trained, size
 
@@ -140,16 +154,26 @@ def _ids(document: Document, tokenizer: Tokenizer) -> tuple[Sequence[int], Seque
     if document.text is not None:
         return tokenizer.encode(document.text), None, document.text
     if document.messages is not None:
-        return *tokenizer.render(document.messages), "".join(message.content for message in document.messages)
+        return *rendered(document, tokenizer), "".join(text_of(message.content) for message in document.messages)
     if document.tokens is not None:
         return document.tokens, document.trained, tokenizer.decode(document.tokens)
-    raise UsageError("it has neither text nor messages nor tokens")
+    if document.parts is not None:
+        return encode_parts(document.parts, tokenizer.encode, tokenizer.vocab_size), None, text_of(document.parts)
+    raise UsageError("it has neither text nor messages nor tokens nor parts")
 
 
-def _framed(
-    ids: numpy.ndarray, mask: Sequence[bool] | None, tokenizer: Tokenizer, frame_start: bool
-) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Ids and mask (uint8) with bos before (not before given ids) and eos after; eos is trained on where the token before it is."""
+def rendered(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Ids and mask of a document's conversation. Stability: provisional."""
+    messages = document.messages or ()
+    # A tokenizer that was written before conversations had tools takes none.
+    return tokenizer.render(messages, document.tools) if document.tools else tokenizer.render(messages)
+
+
+def framed(ids: numpy.ndarray, mask: Sequence[bool] | None, tokenizer: Tokenizer, frame_start: bool) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Ids and mask (uint8) with bos before (not before given ids) and eos after; eos is trained on where the token before it is.
+
+    Errors: UsageError for an id that the tokenizer does not have, and for a mask of another length. Stability: provisional.
+    """
     if not ids.size:
         return ids, numpy.empty(0, numpy.uint8)
     if not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
@@ -166,7 +190,7 @@ def _framed(
 
 
 @contextlib.contextmanager
-def _named(name: str, number: int, failure: str) -> Iterator[None]:
+def document_named(name: str, number: int, failure: str) -> Iterator[None]:
     """Say of any error which source and document it comes from."""
     try:
         yield
@@ -176,15 +200,15 @@ def _named(name: str, number: int, failure: str) -> Iterator[None]:
         raise PluginError(f"{name}: document {number} {failure}: {type(error).__name__}: {error}") from error
 
 
-def _opened(folder: Path) -> TokenStore | None:
-    """The store in `folder`, or None where it is missing or damaged (it is built anew then)."""
+def _opened(folder: Path, open_folder: Callable[[Path], Store]) -> Store | None:
+    """What is in `folder`, or None where it is missing or damaged (it is built anew then)."""
     try:
-        return TokenStore(folder)
+        return open_folder(folder)
     except (OSError, ValueError, KeyError):
         return None
 
 
-def _map(path: Path, dtype: str, count: int) -> numpy.ndarray:
+def mapped(path: Path, dtype: str, count: int) -> numpy.ndarray:
     """A file as a read-only array. Errors: ValueError when its size is not that of `count` items."""
     if path.stat().st_size != count * numpy.dtype(dtype).itemsize:
         raise ValueError(f"{path} has the wrong size")
@@ -192,7 +216,7 @@ def _map(path: Path, dtype: str, count: int) -> numpy.ndarray:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, name: str, timeout_s: float) -> Iterator[None]:
+def _locked(path: Path, name: str, timeout_s: float) -> Iterator[None]:
     """Hold a lock on `path`; the system releases it when the process ends, however it ends.
 
     Errors: UsageError after `timeout_s`; OSError where the file system has no locks.

@@ -1,19 +1,19 @@
-"""The byte tokenizer, and the check that a tokenizer fits a model."""
+"""The byte tokenizer, and the parts that a message's content is made of."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy
-from intarsia.contracts import Message
+from intarsia.contracts import Media, Message, Parts, ToolSpec
 from intarsia.errors import UsageError, did_you_mean
 
 from intarsia_data.config import ByteTokenizerConfig
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are ids 0 to 255; then bos 256, eos 257, pad 258, end of turn 259, and from 260 on one marker for each role.
+    """UTF-8 bytes are ids 0 to 255; then bos 256, eos 257, pad 258, end of turn 259, from 260 on one marker for each role, and then the further special tokens.
 
     A conversation is, for each turn: the role's marker, the content's bytes, end of turn. Content and end of turn are trained on where
     the turn is.
@@ -24,8 +24,11 @@ class ByteTokenizer:
     def __init__(self, config: ByteTokenizerConfig):
         if len(set(config.roles)) != len(config.roles):
             raise UsageError(f"byte tokenizer: a role is named twice in {config.roles}.")
+        if len(set(config.specials)) != len(config.specials) or "" in config.specials:
+            raise UsageError(f"byte tokenizer: a special token is named twice, or has no name, in {config.specials}.")
         self.role_ids = {role: 260 + number for number, role in enumerate(config.roles)}
-        self.vocab_size = 260 + len(config.roles)
+        self.special_ids = {text: 260 + len(config.roles) + number for number, text in enumerate(config.specials)}
+        self.vocab_size = 260 + len(config.roles) + len(config.specials)
         self.byte_lengths = [1] * 256 + [0] * (self.vocab_size - 256)
 
     def encode(self, text: str) -> list[int]:
@@ -40,21 +43,53 @@ class ByteTokenizer:
         """The text of the bytes; other ids have none."""
         return bytes(number for number in ids if 0 <= number < 256).decode("utf-8", "replace")
 
-    def render(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Ids of a conversation and their mask."""
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[list[int], list[bool]]:
+        """Ids of a conversation and their mask. It has no form for tools and their calls."""
         ids: list[int] = []
         mask: list[bool] = []
+        if tools or any(message.tool_calls for message in messages):
+            raise UsageError("byte tokenizer: it has no form for tools and their calls. Use a tokenizer with a chat template.")
         for message in messages:
             if message.role not in self.role_ids:
                 raise UsageError(f"byte tokenizer: there is no role {message.role!r}. {did_you_mean(message.role, self.role_ids)}")
-            content = self.encode(message.content)
+            content = encode_parts(message.content, self.encode, self.vocab_size)
             ids += [self.role_ids[message.role], *content, self.end_of_turn_id]
             mask += [False] + [is_trained(message)] * (len(content) + 1)
         return ids, mask
 
+    def special_id(self, text: str) -> int | None:
+        """The id of one of the further special tokens."""
+        return self.special_ids.get(text)
+
     def fingerprint(self) -> str:
-        """Over the roles."""
-        return hashlib.blake2b(f"byte 1 {tuple(self.role_ids)}".encode(), digest_size=16).hexdigest()
+        """Over the roles and special tokens."""
+        settings = (tuple(self.role_ids), *((tuple(self.special_ids),) if self.special_ids else ()))
+        return hashlib.blake2b(f"byte 1 {' '.join(map(str, settings))}".encode(), digest_size=16).hexdigest()
+
+
+def encode_parts(content: str | Parts, encode: Callable[[str], Sequence[int]], vocab_size: int) -> list[int]:
+    """Ids of a message's content, or of a document's parts: text is encoded, ids are taken as they are.
+
+    Errors: UsageError for media, which a processor turns into ids first, and for an id that there is not. Stability: stable.
+    """
+    ids: list[int] = []
+    for part in (content,) if isinstance(content, str) else content:
+        if isinstance(part, str):
+            ids += encode(part)
+        elif isinstance(part, Media):
+            raise UsageError(
+                f"it holds a medium ({part.kind}), which text alone has no tokens for. Set data.loader=multimodal, and its processor to the model's."
+            )
+        elif 0 <= part < vocab_size:
+            ids.append(part)
+        else:
+            raise UsageError(f"token id {part} is out of range: the tokenizer has the ids 0 to {vocab_size - 1}")
+    return ids
+
+
+def text_of(content: str | Parts) -> str:
+    """The text in a message's content, or in a document's parts. Stability: stable."""
+    return content if isinstance(content, str) else "".join(part for part in content if isinstance(part, str))
 
 
 def is_trained(message: Message) -> bool:

@@ -99,16 +99,17 @@ class DataSourceConformance(Conformance):
             )
 
     def test_documents_are_well_formed(self, tmp_path: Path) -> None:
-        """Each is a Document with exactly one of text, messages and tokens; a mask belongs to tokens and is as long."""
+        """Each is a Document with exactly one of text, messages, tokens and parts; a mask belongs to tokens and is as long."""
         source = self._build(self.config(tmp_path))
         for index in self._indices(source):
             document = source[index]
             if not isinstance(document, Document):
                 broken("documents are well formed", f"document {index} is a {type(document).__name__}, not an intarsia.contracts.Document.")
-            given = [name for name in ("text", "messages", "tokens") if getattr(document, name) is not None]
+            given = [name for name in ("text", "messages", "tokens", "parts") if getattr(document, name) is not None]
             if len(given) != 1:
                 broken(
-                    "documents are well formed", f"document {index} must have one of text, messages and tokens; it has {given or 'none'}."
+                    "documents are well formed",
+                    f"document {index} must have one of text, messages, tokens and parts; it has {given or 'none'}.",
                 )
             if document.trained is not None and (document.tokens is None or len(document.trained) != len(document.tokens)):
                 broken("documents are well formed", f"document {index}: `trained` needs `tokens` of the same length.")
