@@ -239,9 +239,8 @@ def test_a_box_through_every_rule_is_a_slice_of_the_whole():
         read_elements += box.numel
         return theirs[name][tuple(slice(a, b) for a, b in zip(box.start, box.end, strict=True))]
 
-    rows_of = {name: shape[0] for name, shape in shapes.items()}
     for row in expand(RULES, 1, 3):
-        for index, whole in enumerate(to_ours(row, [theirs[name] for name in row.theirs], {"heads": 4}, rows_of)):
+        for index, whole in enumerate(to_ours(row, [theirs[name] for name in row.theirs], {"heads": 4}, shapes)):
             assert tuple(whole.shape) == shapes[row.ours[index]]
             for start in range(whole.shape[0]):
                 for size in range(1, whole.shape[0] - start + 1):

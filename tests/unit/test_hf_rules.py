@@ -21,7 +21,7 @@ TABLE = HFTable(
     config_to_theirs="x:z",
     ignored=("*.inv_freq",),
 )
-SETTINGS = {"sizes": {"heads": 2}, "experts": 3, "rows_of": {f"blocks.{i}.{n}": rows for i in range(2) for n, rows in (("a", 4), ("b", 2))}}
+SETTINGS = {"sizes": {"heads": 2}, "experts": 3, "shapes": {f"blocks.{i}.{n}": (rows, 2) for i in range(2) for n, rows in (("a", 4), ("b", 2))}}
 
 
 def theirs():
@@ -70,8 +70,8 @@ def test_ties():
 
 
 def test_rows_that_do_not_add_up():
-    with pytest.raises(CheckpointError, match=r"layers\.0\.qkv has 6 rows"):
-        apply_rules(TABLE, theirs(), 2, "import", **{**SETTINGS, "rows_of": {**SETTINGS["rows_of"], "blocks.0.a": 5}})
+    with pytest.raises(CheckpointError, match=r"layers\.0\.qkv -> blocks\.0\.a, blocks\.0\.b has 6 rows"):
+        apply_rules(TABLE, theirs(), 2, "import", **{**SETTINGS, "shapes": {**SETTINGS["shapes"], "blocks.0.a": (5, 2)}})
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,16 @@ class HFRule:
 
     `theirs` and `ours` are names with at most one `{i}` for the layer; in `theirs` `{i+FIELD}` counts from what the config's FIELD says (layers behind the last). A rule
     whose `ours` the model does not have makes no row, so that one table serves layers that differ. `op` is what happens to the tensor on import (export does the
-    inverse): `same`; `transpose`; `rope_half_to_pairs` with `heads` (a config field's name) to permute rows; `split:K` when `ours`
-    is a tuple of K names that theirs concatenates along dim 0; `stack` when `theirs` has an `{e}` that ours stacks along a new dim 0 (`HFTable.extra["experts_field"]`
-    names the config field that counts them); `copy` for a further copy of what another rule carries: written on export, compared on import where it is there;
+    inverse), or several of these joined by `|`, in the order of an import:
+
+    `same`; `transpose` of the last two dims; `flatten:SIZES` of all dims but the first, which are SIZES, joined by commas: numbers, the config's fields, or `*` for what is left;
+    `rope_half_to_pairs` with `heads` (a config field's name) to permute rows; `split:K` when `ours` is a tuple of K names that theirs concatenates along dim 0, `split:K@1` along dim 1;
+    `split_heads:K` with `heads` where each head has rows of all K in turn; `stack` when `theirs` has an `{e}` that ours stacks along a new dim 0 (`HFTable.extra["experts_field"]`
+    names the config field that counts them); `copy`, alone, for a further copy of what another rule carries: written on export, compared on import where it is there;
     `heads` then names the config field that says for how many `{i}`.
+
+    Fields of a config within the config have dotted names (`vision_config.patch_size`). Rules for the same name of ours are alternatives: on import the first whose names are there is
+    taken, on export the first.
     """
 
     theirs: str

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from intarsia_huggingface.boxes import read_box
 from intarsia_huggingface.config import TokenizerJsonConfig
 from intarsia_huggingface.quantised import Blocks, blocks_of
-from intarsia_huggingface.rules import Row, expand, to_theirs, twins
+from intarsia_huggingface.rules import Row, choose, expand, to_theirs, twins, whole_numbers
 from intarsia_huggingface.safetensors_file import BLOCK_BYTES, SafetensorsFile
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -49,15 +49,10 @@ def table_of(entry: ModelEntry) -> HFTable:
     return table
 
 
-def integers(config: Mapping[str, Any]) -> dict[str, int]:
-    """The whole numbers of a config.json, of which rules name head counts."""
-    return {key: value for key, value in config.items() if type(value) is int}
-
-
 def rows_of(table: HFTable, model: nn.Module, config: Mapping[str, Any]) -> tuple[list[Row], dict[str, str]]:
-    """The table's rows for this model, tied names included, and the ties: alias to canonical name."""
+    """The table's rows for this model, tied names and alternatives included, and the ties: alias to canonical name."""
     regions = model.regions()  # type: ignore[operator]
-    sizes = integers(config)
+    sizes = whole_numbers(config)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | set(persistent_buffers(model))
     rows = expand(table, len(regions.blocks), sizes.get(table.extra.get("experts_field", ""), 0), names=names, sizes=sizes)
     return rows, {alias: canonical for canonical, *others in regions.ties for alias in others}
@@ -90,16 +85,17 @@ class HFFolder:
         self.model = self._our_config()
         with torch.device("meta"):
             built = plugins.build(self.model)
-        every, self._aliases = rows_of(self.table, built, self.config)
+        self._files = dict(self._find_tensors())
+        rows, self._aliases = rows_of(self.table, built, self.config)
+        every = choose(rows, self._files)
         self._rows = [row for row in every if row.op != "copy" and row.ours[0] not in self._aliases]
         self._twins = twins(every, self._aliases)
         kept = persistent_buffers(built)
         self.buffers = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in kept.items()}
         named = dict(built.named_parameters(remove_duplicate=False)) | kept
         self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items() if name not in self._aliases}
-        self._sizes = integers(self.config)
+        self._sizes = whole_numbers(self.config)
         self._blocks: Blocks = blocks_of(self.config, str(folder / CONFIG))
-        self._files = dict(self._find_tensors())
         self._homes = {name: (row, index) for row in self._rows for index, name in enumerate(row.ours)}
         self._check_names()
         self._check_tensors()

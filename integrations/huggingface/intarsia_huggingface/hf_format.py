@@ -24,9 +24,11 @@ from intarsia_checkpoint_formats.weights import CheckpointWeights
 from intarsia_checkpoint_formats.writer import write_checkpoint
 from torch import Tensor
 
+from intarsia_huggingface.boxes import write_box
 from intarsia_huggingface.config import TokenizerJsonConfig
-from intarsia_huggingface.folder import CONFIG, FLOATING, INDEX, SINGLE, HFFolder, integers, row_boxes, rows_of, table_of
-from intarsia_huggingface.rules import Row, to_theirs
+from intarsia_huggingface.folder import CONFIG, FLOATING, INDEX, SINGLE, HFFolder, row_boxes, rows_of, table_of
+from intarsia_huggingface.ops import steps_of
+from intarsia_huggingface.rules import Row, choose, to_theirs, whole_numbers
 from intarsia_huggingface.safetensors_file import Head, check_dtype, shards, write_file
 
 SHARD_BYTES = 5 * 10**9
@@ -150,12 +152,13 @@ class Export:
         with torch.device("meta"):
             built = plugins.build(weights.model)
         every, aliases = rows_of(table, built, self.config)
-        self._rows = [row for row in every if row.ours[0] not in aliases]
-        self._sizes, self._shapes = integers(self.config), weights.shapes()
+        self._rows = choose([row for row in every if row.ours[0] not in aliases])
+        self._sizes, self._shapes = whole_numbers(self.config), weights.shapes()
         self._check(entry)
         self._fixed = set(persistent_buffers(built))  # what accumulates, such as selection biases, keeps its dtype
         self._stored = {name: weights.checkpoint.manifest.tensors[f"model/{name}"].dtype for name in self._shapes}
         self._homes = {name: (row, index) for row in self._rows for index, name in enumerate(row.theirs)}
+        self._theirs = {name: shape for row in self._rows for name, shape in zip(row.theirs, self._shapes_of(row), strict=True)}
         stored = next(dtype for name, dtype in self._stored.items() if name not in self._fixed)
         self.config["dtype"] = self.config["torch_dtype"] = dtype or stored
         self._add_special_ids(weights.tokenizer)
@@ -182,9 +185,12 @@ class Export:
         for row in self._rows:
             dtype = self._dtype(row)
             check_dtype(dtype)
-            empty = [torch.empty(self._shapes[name], device="meta") for name in row.ours]
-            for name, tensor in zip(row.theirs, to_theirs(row, empty, self._sizes), strict=True):
-                yield Head(name, tuple(tensor.shape), dtype)
+            for name in row.theirs:
+                yield Head(name, self._theirs[name], dtype)
+
+    def _shapes_of(self, row: Row) -> list[tuple[int, ...]]:
+        empty = [torch.empty(self._shapes[name], device="meta") for name in row.ours]
+        return [tuple(tensor.shape) for tensor in to_theirs(row, empty, self._sizes)]
 
     def _dtype(self, row: Row) -> str:
         stored = self._stored[row.ours[0]]
@@ -194,21 +200,14 @@ class Export:
         """A tensor of theirs as consecutive parts of its elements."""
         row, index = self._homes[name]
         dtype = self._dtype(row)
-        for tensor in self._parts(row, index):
+        for tensor in self._parts(row, index, self._theirs[name]):
             yield converted(tensor, dtype, name)
 
-    def _parts(self, row: Row, index: int) -> Iterator[Tensor]:
-        shape, read = self._shapes[row.ours[0]], self.weights.read
-        if row.op == "stack":
-            part = Box((index, *(0,) * (len(shape) - 1)), (1, *shape[1:]))
-            yield read(row.ours[0], part)[0]
-        elif row.op in ("same", "copy") or row.op.startswith("split:"):
-            for name in row.ours:  # joined along dim 0, so that one follows the other
-                shape = self._shapes[name]
-                for box in row_boxes(shape, 4) if shape else [Box((), ())]:
-                    yield read(name, box)
-        else:
-            yield from to_theirs(row, [read(name) for name in row.ours], self._sizes)
+    def _parts(self, row: Row, index: int, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        # A block of a turned matrix's rows is a column of what is read, which would be read from one end to the other for each.
+        is_turned = len(shape) == 2 and any(step.kind == "transpose" for step in steps_of(row.op))
+        for box in [Box.whole(shape)] if is_turned or not shape else row_boxes(shape, 4):
+            yield write_box(row, index, box, self.weights.read, self._sizes, self._shapes)
 
 
 def converted(tensor: Tensor, dtype: str, name: str) -> Tensor:

@@ -1,26 +1,33 @@
 """A family's HFTable applied to tensors, row by row, both ways. Pure: names and tensors in, names and tensors out.
 
-`expand` gives the rows of one model; `to_ours` and `to_theirs` convert the tensors of one row, which is all that a streaming reader or writer holds at a time;
-`apply_rules` does a whole model in memory.
+`expand` gives the rows of one model, `choose` those that hold where names of ours have alternatives; `to_ours` and `to_theirs` convert the tensors of one row, which is all that a
+streaming reader or writer holds at a time (`boxes` do less than that); `apply_rules` does a whole model in memory. What happens to tensors is in `ops`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from intarsia.contracts import HFRule, HFTable
 from intarsia.errors import CheckpointError, PluginError, did_you_mean
 from torch import Tensor
 
-OPS = ("same", "transpose", "rope_half_to_pairs", "split:K", "stack", "copy")
+from intarsia_huggingface.ops import LAYER, Chain, Shape, check, steps_of
 
-LAYER = re.compile(r"\{i(?:\+(\w+))?\}")
-"""A layer's number in a name of theirs: `{i}`, or `{i+FIELD}`, which counts from what the config's FIELD says."""
+
+def whole_numbers(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
+    """The whole numbers of a config.json, which rules name; those of a config within it by dotted names (`vision_config.depth`)."""
+    found: dict[str, int] = {}
+    for key, value in config.items():
+        if type(value) is int:
+            found[prefix + key] = value
+        elif isinstance(value, Mapping):
+            found |= whole_numbers(value, f"{prefix}{key}.")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +38,11 @@ class Row:
     ours: tuple[str, ...]
     op: str
     heads: str
+
+
+def chain_of(row: Row, sizes: Mapping[str, int] | None = None) -> Chain:
+    """The row's ops with the config's whole numbers."""
+    return Chain(row.op, f"{row.theirs[0]} -> {', '.join(row.ours)}", row.heads, sizes or {})
 
 
 def expand(
@@ -46,10 +58,11 @@ def expand(
 
     Arguments: a rule for a name in `aliases` (tied name to canonical name) has no row: the canonical one carries the tensor. `names` are the model's own; rules
     for others have no row, so that one table serves models whose layers differ (None: every rule holds for every layer). `sizes` are the config's whole numbers.
+    Where several rows are for one name of ours they are alternatives: see `choose`.
     """
     rows = []
     for rule in table.rules:
-        _check(rule)
+        check(rule)
         found = LAYER.search(rule.theirs)
         first = _size(rule, found[1], sizes) if found and found[1] else 0
         count = (sizes or {}).get(rule.heads, 0) if rule.op == "copy" else layers
@@ -59,28 +72,16 @@ def expand(
             if rule.op == "copy":
                 ours = tuple((aliases or {}).get(name, name) for name in ours)
             theirs = LAYER.sub(str(first + i), rule.theirs)
-            several = tuple(theirs.replace("{e}", str(e)) for e in range(experts)) if rule.op == "stack" else (theirs,)
-            if not (aliases and ours[0] in aliases) and (names is None or any(name in names for name in ours)):
-                rows.append(Row(several, ours, rule.op, rule.heads))
+            if (aliases and ours[0] in aliases) or not (names is None or any(name in names for name in ours)):
+                continue
+            stacked = any(step.kind == "stack" for step in steps_of(rule.op))
+            if stacked and not experts:
+                raise PluginError(
+                    f"The Hugging Face rule {rule.theirs!r} stacks experts; the table's extra['experts_field'] must name a field of the config that counts them."
+                )
+            several = tuple(theirs.replace("{e}", str(e)) for e in range(experts)) if stacked else (theirs,)
+            rows.append(Row(several, ours, rule.op, rule.heads))
     return rows
-
-
-def _check(rule: HFRule) -> None:
-    ours = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
-    known = rule.op in ("same", "transpose", "rope_half_to_pairs", "stack", "copy") or rule.op.partition(":")[0] == "split"
-    wrong = None
-    if not known:
-        wrong = f"its op {rule.op!r} is none of {', '.join(OPS)}"
-    elif rule.op != "copy" and any(("{i}" in name) != bool(LAYER.search(rule.theirs)) for name in ours):
-        wrong = "only one side has {i}"
-    elif ("{e}" in rule.theirs) != (rule.op == "stack"):
-        wrong = "{e} goes with op stack, and stack with {e}"
-    elif (len(ours) > 1) != rule.op.startswith("split:") or (len(ours) > 1 and rule.op != f"split:{len(ours)}"):
-        wrong = f"it has {len(ours)} names of ours and op {rule.op!r}"
-    elif (rule.op in ("rope_half_to_pairs", "copy")) != bool(rule.heads):
-        wrong = "`heads` goes with the ops rope_half_to_pairs and copy"
-    if wrong:
-        raise PluginError(f"The Hugging Face rule {rule.theirs!r} -> {rule.ours!r} is not well formed: {wrong}.")
 
 
 def _size(rule: HFRule, field: str, sizes: Mapping[str, int] | None) -> int:
@@ -91,50 +92,36 @@ def _size(rule: HFRule, field: str, sizes: Mapping[str, int] | None) -> int:
     return sizes[field]
 
 
+def choose(rows: Sequence[Row], present: Collection[str] | None = None) -> list[Row]:
+    """Of rows that are alternatives, having names of ours in common, the one that holds: on export (None) the first; on import the first all of whose names of theirs are
+    `present`, else the first of which some are, else the first. Copies are left as they are."""
+    chosen: dict[int, Row] = {number: row for number, row in enumerate(rows) if row.op == "copy"}
+    taken: set[str] = set()
+    rules: list[Any] = [lambda row: True]
+    if present is not None:
+        rules = [lambda row: all(name in present for name in row.theirs), lambda row: any(name in present for name in row.theirs), *rules]
+    for holds in rules:
+        for number, row in enumerate(rows):
+            if number not in chosen and taken.isdisjoint(row.ours) and holds(row):
+                chosen[number] = row
+                taken.update(row.ours)
+    return [chosen[number] for number in sorted(chosen)]
+
+
 def to_ours(
-    row: Row, tensors: Sequence[Tensor], sizes: Mapping[str, int] | None = None, rows_of: Mapping[str, int] | None = None
+    row: Row, tensors: Sequence[Tensor], sizes: Mapping[str, int] | None = None, shapes: Mapping[str, Shape] | None = None
 ) -> list[Tensor]:
     """Our tensors from theirs (in the order of the row's names); views where possible.
 
-    Arguments: `sizes` gives head counts by the name in the rule; `rows_of` the size of dim 0 of our names, for `split` into unequal parts.
+    Arguments: `sizes` are the config's whole numbers, of which rules name head counts; `shapes` those of our names, for splits into unequal parts.
     """
-    first = tensors[0]
-    if row.op == "transpose":
-        return [first.transpose(0, 1)]
-    if row.op == "stack":
-        return [torch.stack(list(tensors))]
-    if row.op == "rope_half_to_pairs":
-        return [first.unflatten(0, (_heads(row, sizes), 2, -1)).transpose(1, 2).flatten(0, 2)]
-    if row.op.startswith("split:"):
-        parts = [rows_of[name] for name in row.ours] if rows_of else [first.shape[0] // len(row.ours)] * len(row.ours)
-        if sum(parts) != first.shape[0]:
-            raise CheckpointError(
-                f"{row.theirs[0]} has {first.shape[0]} rows, which do not split into {' + '.join(map(str, parts))} for {', '.join(row.ours)}."
-            )
-        return list(first.split(parts))
-    return [first]
+    known = [tuple(shapes[name]) for name in row.ours] if shapes and all(name in shapes for name in row.ours) else None
+    return chain_of(row, sizes).forward(tensors, known)
 
 
 def to_theirs(row: Row, tensors: Sequence[Tensor], sizes: Mapping[str, int] | None = None) -> list[Tensor]:
     """Their tensors from ours: the inverse of `to_ours`."""
-    first = tensors[0]
-    if row.op == "transpose":
-        return [first.transpose(0, 1)]
-    if row.op == "stack":
-        return list(first.unbind(0))
-    if row.op == "rope_half_to_pairs":
-        return [first.unflatten(0, (_heads(row, sizes), -1, 2)).transpose(1, 2).flatten(0, 2)]
-    if row.op.startswith("split:"):
-        return [torch.cat(list(tensors))]
-    return [first]
-
-
-def _heads(row: Row, sizes: Mapping[str, int] | None) -> int:
-    if not sizes or row.heads not in sizes:
-        raise PluginError(
-            f"The Hugging Face rule for {row.ours[0]} needs the number of heads {row.heads!r}. {did_you_mean(row.heads, sizes or ())}"
-        )
-    return sizes[row.heads]
+    return chain_of(row, sizes).backward(tensors, len(row.theirs))
 
 
 def apply_rules(
@@ -146,17 +133,17 @@ def apply_rules(
     sizes: Mapping[str, int] | None = None,
     experts: int = 0,
     aliases: Mapping[str, str] | None = None,
-    rows_of: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Shape] | None = None,
     names: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
     """All tensors of a model, converted. Strict in both directions: CheckpointError lists what is missing and what nothing uses.
 
     Arguments: `aliases` maps our tied names to their canonical ones: they have no tensor of their own on either side; where a file has one
-    nevertheless, it must equal the canonical one, as a `copy` must. `sizes`, `experts`, `rows_of`, `names` as in `to_ours` and `expand`.
+    nevertheless, it must equal the canonical one, as a `copy` must. `sizes`, `experts`, `shapes`, `names` as in `to_ours` and `expand`.
     """
     importing = direction == "import"
-    every = expand(table, layers, experts, names=names, sizes=sizes)
-    rows = expand(table, layers, experts, aliases, names=names, sizes=sizes)
+    every = choose(expand(table, layers, experts, names=names, sizes=sizes), tensors if importing else None)
+    rows = choose(expand(table, layers, experts, aliases, names=names, sizes=sizes), tensors if importing else None)
     if importing:
         rows = [row for row in rows if row.op != "copy"]
     missing = [name for row in rows for name in (row.theirs if importing else row.ours) if name not in tensors]
@@ -169,7 +156,7 @@ def apply_rules(
     out: dict[str, Tensor] = {}
     for row in rows:
         if importing:
-            out.update(zip(row.ours, to_ours(row, [tensors[name] for name in row.theirs], sizes, rows_of), strict=True))
+            out.update(zip(row.ours, to_ours(row, [tensors[name] for name in row.theirs], sizes, shapes), strict=True))
         else:
             out.update(zip(row.theirs, to_theirs(row, [tensors[name] for name in row.ours], sizes), strict=True))
     return out

@@ -396,7 +396,7 @@ class ModelConformance(Conformance):
 
     def test_hugging_face_table_is_complete(self) -> None:
         """Export and import give back the same tensors and the same config; each name is used once."""
-        from intarsia_huggingface.rules import apply_rules
+        from intarsia_huggingface.rules import apply_rules, whole_numbers
 
         entry = self.found_entry()
         if entry.hf is None:
@@ -412,11 +412,11 @@ class ModelConformance(Conformance):
         )
         ours = {**dict(model.named_parameters()), **persistent_buffers(model)}
         aliases = {other: canonical for canonical, *others in model.regions().ties for other in others}
-        sizes = {key: value for key, value in theirs.items() if isinstance(value, int)}
-        rows_of = {name: tensor.shape[0] for name, tensor in model.named_parameters() if tensor.dim()}
+        sizes = whole_numbers(theirs)
+        shapes = {name: tuple(tensor.shape) for name, tensor in ours.items()}
         experts = sizes.get(table.extra.get("experts_field", ""), 0)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | persistent_buffers(model).keys()
-        settings: dict[str, Any] = {"sizes": sizes, "aliases": aliases, "rows_of": rows_of, "experts": experts, "names": names}
+        settings: dict[str, Any] = {"sizes": sizes, "aliases": aliases, "shapes": shapes, "experts": experts, "names": names}
         layers = len(model.regions().blocks)
         exported = apply_rules(table, ours, layers, "export", **settings)
         imported = apply_rules(table, exported, layers, "import", **settings)

@@ -72,15 +72,15 @@ class ParityTests:
         return theirs, ours, table
 
     def _convert(self, table: Any, ours: Any, tensors: Any, direction: Any, theirs: Any) -> dict[str, Tensor]:
-        from intarsia_huggingface.rules import apply_rules
+        from intarsia_huggingface.rules import apply_rules, whole_numbers
 
         aliases = {other: canonical for canonical, *others in ours.regions().ties for other in others}
-        sizes = {key: value for key, value in theirs.config.to_dict().items() if isinstance(value, int)}
-        rows_of = {name: parameter.shape[0] for name, parameter in ours.named_parameters() if parameter.dim()}
+        sizes = whole_numbers(theirs.config.to_dict())
+        shapes = {name: tuple(parameter.shape) for name, parameter in ours.named_parameters()}
         experts = sizes.get(table.extra.get("experts_field", ""), 0)
         layers = len(ours.regions().blocks)
         names = {name for name, _ in ours.named_parameters(remove_duplicate=False)} | set(persistent_buffers(ours))
-        return apply_rules(table, tensors, layers, direction, sizes=sizes, aliases=aliases, rows_of=rows_of, experts=experts, names=names)
+        return apply_rules(table, tensors, layers, direction, sizes=sizes, aliases=aliases, shapes=shapes, experts=experts, names=names)
 
     def _tokens(self, theirs: Any) -> Tensor:
         return torch.randint(0, theirs.config.vocab_size, (2, self.tokens), generator=torch.Generator().manual_seed(1))
