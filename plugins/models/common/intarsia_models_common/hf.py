@@ -38,10 +38,10 @@ def check_values(theirs: Mapping[str, Any], only: Mapping[str, Any], prefix: str
             raise UsageError(f"config.json says {prefix}{key} = {found!r}, and the model family has only {value!r}.")
 
 
-def rope_from(theirs: Mapping[str, Any], theta: float = 10000.0) -> RopeConfig:
+def rope_from(theirs: Mapping[str, Any], theta: float = 10000.0, head_dim: int | None = None) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (released files; the kind under `rope_type` or `type`).
 
-    `theta` is what an absent rope_theta means. UsageError for a kind that we do not have.
+    `theta` is what an absent rope_theta means; with `head_dim` a `partial_rotary_factor` becomes `rope.dim`. UsageError for a kind that we do not have.
     """
     settings = dict(theirs.get("rope_scaling") or {}) | dict(theirs.get("rope_parameters") or {})
     kind = settings.get("rope_type") or settings.get("type") or "default"
@@ -57,15 +57,30 @@ def rope_from(theirs: Mapping[str, Any], theta: float = 10000.0) -> RopeConfig:
         values["original_positions"] = theirs.get("max_position_embeddings", RopeConfig().original_positions)
     if scaling == "yarn" and settings.get("factor") is None:
         values["factor"] = theirs["max_position_embeddings"] / values["original_positions"]
+    partial = settings.get("partial_rotary_factor", theirs.get("partial_rotary_factor"))
+    if head_dim is not None and partial is not None and partial != 1.0:
+        values["dim"] = int(head_dim * partial)
+    sections = settings.get("mrope_section")
+    if sections is not None:
+        if not settings.get("mrope_interleaved"):
+            raise UsageError(
+                "config.json has mrope_section without mrope_interleaved: axes of positions whose pairs do not take turns are not supported."
+            )
+        values["sections"] = tuple(sections)
     return RopeConfig(**values)
 
 
-def rope_to(ours: RopeConfig) -> dict[str, Any]:
-    """`rope_parameters`, which transformers 5 reads, and the two older keys beside it, which earlier ones and other programs read."""
+def rope_to(ours: RopeConfig, head_dim: int | None = None) -> dict[str, Any]:
+    """`rope_parameters`, which transformers 5 reads, and the two older keys beside it, which earlier ones and other programs read. With `head_dim` a `rope.dim` becomes a
+    `partial_rotary_factor`."""
     kind = "default" if ours.scaling == "none" else ours.scaling
-    settings = {_NAMES[field]: getattr(ours, field) for field in _FIELDS[ours.scaling] if getattr(ours, field) is not None}
+    settings: dict[str, Any] = {_NAMES[field]: getattr(ours, field) for field in _FIELDS[ours.scaling] if getattr(ours, field) is not None}
+    if ours.sections is not None:
+        settings |= {"mrope_section": list(ours.sections), "mrope_interleaved": True}
+    partial = {"partial_rotary_factor": ours.dim / head_dim} if head_dim is not None and ours.dim is not None else {}
     return {
-        "rope_parameters": {"rope_type": kind, "rope_theta": ours.theta, **settings},
+        "rope_parameters": {"rope_type": kind, "rope_theta": ours.theta, **settings, **partial},
         "rope_theta": ours.theta,
-        "rope_scaling": None if kind == "default" else {"rope_type": kind, **settings},
+        "rope_scaling": {"rope_type": kind, **settings} if kind != "default" or settings else None,
+        **partial,
     }
