@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import chz
 from intarsia.config import ParallelConfig, RoleConfig
+from intarsia.errors import UsageError, did_you_mean
 from intarsia_models_common.config import check_between
 from intarsia_models_common.moe.config import DispatcherConfig
+
+VISION = ("whole", "shared")
 
 
 @chz.chz(typecheck=True)
@@ -29,11 +32,23 @@ class DeclaredConfig(ParallelConfig):
         default=None, doc="How tokens come to experts on other ranks; none: all_to_all. A role's own setting goes before it."
     )
 
+    # Vision towers (roles/media.py).
+    vision: str = chz.field(
+        default="whole",
+        doc="How ranks of cp and tp, which hold parts of the same rows, run a vision tower: whole (each runs all images of its rows), or shared (each runs its share of the frames, and "
+        "features are gathered).",
+    )
+
     # Pipeline stages.
     stages: tuple[str, ...] | None = chz.field(
         default=None,
         doc="Names of the blocks with which a pipeline stage begins (the first block may be left out); none: cut so that the costliest stage is as cheap as can be.",
     )
+
+    @chz.validate
+    def _vision_is_known(self) -> None:
+        if self.vision not in VISION:
+            raise UsageError(f"parallel.vision is {self.vision!r}. {did_you_mean(self.vision, VISION)}")
 
 
 # ---------------------------------------------------------------- roles
