@@ -65,6 +65,7 @@ def expand(
         check(rule)
         found = LAYER.search(rule.theirs)
         first = _size(rule, found[1], sizes) if found and found[1] else 0
+        needed = [name for glob, name in table.extra.get("where", {}).items() if fnmatch.fnmatchcase(rule.theirs, glob)]
         count = (sizes or {}).get(rule.heads, 0) if rule.op == "copy" else layers
         for i in range(count) if found else (0,):
             ours = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
@@ -73,6 +74,8 @@ def expand(
                 ours = tuple((aliases or {}).get(name, name) for name in ours)
             theirs = LAYER.sub(str(first + i), rule.theirs)
             if (aliases and ours[0] in aliases) or not (names is None or any(name in names for name in ours)):
+                continue
+            if names is not None and any(name.replace("{i}", str(i)) not in names for name in needed):
                 continue
             stacked = any(step.kind == "stack" for step in steps_of(rule.op))
             if stacked and not experts:
