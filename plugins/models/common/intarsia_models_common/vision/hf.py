@@ -14,12 +14,13 @@ from intarsia_models_common.vision.config import VisionConfig
 
 _ONLY: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh"}
 _SIDES = ("patch_size", "temporal_patch_size")
+_CONVOLUTION = "flatten:" + ",".join(f"vision_config.{name}" for name in ("in_channels", "temporal_patch_size", "patch_size", "patch_size"))
 
 
 def vision_rules(theirs: str = "model.visual", ours: str = "visual") -> tuple[HFRule, ...]:
     """The tower's rules: `theirs` and `ours` are its names. Convolutions are matrices of ours, and the fused projection is three."""
     pairs: list[tuple[str, str | tuple[str, ...], str]] = [("pos_embed.weight", "positions.weight", "same")]
-    pairs += [("patch_embed.proj.weight", "patch_embedding.weight", "flatten"), ("patch_embed.proj.bias", "patch_embedding.bias", "same")]
+    pairs += [("patch_embed.proj.weight", "patch_embedding.weight", _CONVOLUTION), ("patch_embed.proj.bias", "patch_embedding.bias", "same")]
     for kind in ("weight", "bias"):
         fused = tuple(f"blocks.{{i}}.attention.{name}.{kind}" for name in ("wq", "wk", "wv"))
         pairs += [
