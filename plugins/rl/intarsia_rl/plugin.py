@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from intarsia.contracts import BuildStage, Entry, Run
+from intarsia.contracts import BuildStage, Entry, KernelEntry, Run
 from intarsia.hookspecs import hookimpl
 
 INTARSIA_API = 1
@@ -75,6 +75,22 @@ def offer_operators() -> Sequence[Entry]:
             name="token_log_probs",
             target="intarsia_rl.algorithms.operators:token_log_probs",
             doc="Log-probability and entropy of given tokens, from hidden states.",
+        )
+    ]
+
+
+@hookimpl
+def offer_kernels() -> Sequence[KernelEntry]:
+    """What stands in the batch-invariant mode's table for operators that it refuses."""
+    return [
+        KernelEntry(
+            name="gated_delta_rule/refused",
+            op="gated_delta_rule",
+            target="intarsia_rl.invariant.refused:gated_delta_rule",
+            dtypes=("float32", "bfloat16"),
+            numerics="bitwise",
+            invariant=True,
+            doc="Of the batch-invariant mode: refuses every call.",
         )
     ]
 

@@ -42,6 +42,8 @@ def _cuda(op: str, why: str, kernel: str = REFERENCE, **environment: str) -> Row
 
 _ROW_BY_ROW = "Each row or element by itself, by exact roundings and functions that do not depend on where it lies."
 _BY_LINEAR = "By what is in force for linear."
+_REFUSED = "intarsia-rl:gated_delta_rule/refused"
+_NONE = "Refused: its sums depend on where in a chunk a token lies. No component of this table calls it."
 
 ROWS = (
     _cpu("linear", "A row's bits are those of a 16-row tile; one product over many tiles only where it was seen to give them."),
@@ -60,6 +62,8 @@ ROWS = (
     _cpu("combine", "A token's rows are summed in the order of its choices.", REFERENCE),
     _cpu("scaled_linear", _BY_LINEAR, REFERENCE),
     _cpu("scaled_grouped_linear", "By what is in force for grouped_linear.", REFERENCE),
+    _cpu("short_conv", "Element by element, the taps in their order; silu by the exponential.", REFERENCE),
+    Row("gated_delta_rule", "cpu", _REFUSED, _NONE),
     _cpu("token_log_probs", f"{_BY_LINEAR} log_softmax row by row.", REFERENCE),
     _cuda(
         "linear",
@@ -92,6 +96,8 @@ ROWS = (
     _cuda("combine", "A token's rows are summed in the order of its choices."),
     _cuda("scaled_linear", _BY_LINEAR),
     _cuda("scaled_grouped_linear", "By what is in force for grouped_linear."),
+    _cuda("short_conv", _ROW_BY_ROW),
+    Row("gated_delta_rule", "cuda", _REFUSED, _NONE, ("bfloat16",)),
     _cuda("token_log_probs", f"{_BY_LINEAR} log_softmax row by row."),
 )
 

@@ -70,7 +70,7 @@ class _ShortConv(torch.autograd.Function):
         ctx.save_for_backward(x_BEC, weight_CK, *(() if segment_BE is None else (segment_BE,)))
         ctx.is_silu = is_silu
         sums_BSC = _sums(x_BEC, weight_CK, segment_BE)
-        return (F.silu(sums_BSC) if is_silu else sums_BSC).to(x_BEC.dtype)
+        return (sums_BSC * _sigmoid(sums_BSC) if is_silu else sums_BSC).to(x_BEC.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -79,7 +79,7 @@ class _ShortConv(torch.autograd.Function):
         dsums_BSC = grads[0].to(wide(x_BEC.dtype))
         if ctx.is_silu:
             sums_BSC = _sums(x_BEC, weight_CK, segment_BE)
-            gate_BSC = sums_BSC.sigmoid()
+            gate_BSC = _sigmoid(sums_BSC)
             dsums_BSC = dsums_BSC * gate_BSC * (1 + sums_BSC * (1 - gate_BSC))
         taps, tokens = weight_CK.shape[1], dsums_BSC.shape[1]
         dx_BEC = torch.zeros_like(x_BEC, dtype=dsums_BSC.dtype)
@@ -89,6 +89,11 @@ class _ShortConv(torch.autograd.Function):
             dx_BEC[:, tap : tap + tokens] += seen_BSC * weight_CK[:, tap].to(dsums_BSC.dtype)
             dweight.append((seen_BSC * x_BEC[:, tap : tap + tokens].to(dsums_BSC.dtype)).sum((0, 1)))
         return dx_BEC.to(x_BEC.dtype), torch.stack(dweight, 1).to(weight_CK.dtype), None, None
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    # torch's own float32 sigmoid on a CPU depends, in its last bit, on how many elements there are; its exponential does not.
+    return 1 / (1 + (-x).exp())
 
 
 def _sums(x_BEC: Tensor, weight_CK: Tensor, segment_BE: Tensor | None) -> Tensor:
