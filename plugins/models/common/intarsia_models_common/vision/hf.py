@@ -20,7 +20,10 @@ _CONVOLUTION = "flatten:" + ",".join(f"vision_config.{name}" for name in ("in_ch
 def vision_rules(theirs: str = "model.visual", ours: str = "visual") -> tuple[HFRule, ...]:
     """The tower's rules: `theirs` and `ours` are its names. Convolutions are matrices of ours, and the fused projection is three."""
     pairs: list[tuple[str, str | tuple[str, ...], str]] = [("pos_embed.weight", "positions.weight", "same")]
-    pairs += [("patch_embed.proj.weight", "patch_embedding.weight", _CONVOLUTION), ("patch_embed.proj.bias", "patch_embedding.bias", "same")]
+    pairs += [
+        ("patch_embed.proj.weight", "patch_embedding.weight", _CONVOLUTION),
+        ("patch_embed.proj.bias", "patch_embedding.bias", "same"),
+    ]
     for kind in ("weight", "bias"):
         fused = tuple(f"blocks.{{i}}.attention.{name}.{kind}" for name in ("wq", "wk", "wv"))
         pairs += [

@@ -1,0 +1,125 @@
+"""Runs of Qwen3-VL, from minutes on a laptop to the published sizes. Torch-free.
+
+The larger recipes name the byte tokenizer and questions on drawn images, which are always there, so that any of them starts anywhere; a real run says `data.tokenizer=...` (whose special
+tokens must have the ids of `model.image_id` and its like) and `data.mixture.0.source=media_jsonl data.mixture.0.source.paths=[...]`.
+"""
+
+from __future__ import annotations
+
+from intarsia.config import (
+    CheckpointConfig,
+    CompileConfig,
+    DataConfig,
+    EvaluationConfig,
+    MixturePart,
+    PrecisionConfig,
+    Recipe,
+    RecomputeConfig,
+    TrainConfig,
+)
+from intarsia_checkpoint_posix.config import PosixConfig
+from intarsia_checkpoint_stream.config import StreamConfig
+from intarsia_data.config import ByteTokenizerConfig
+from intarsia_eager.config import CrossEntropyConfig, EagerConfig
+from intarsia_flexshard.config import FlexShardConfig
+from intarsia_multimodal.config import DrawnConfig, MultimodalConfig, PatchProcessorConfig
+from intarsia_optimizers.config import AdamWConfig, CosineConfig, MuonConfig, WSDConfig
+
+from intarsia_qwen3_vl import config
+from intarsia_qwen3_vl.config import Qwen3VLConfig
+
+SPECIALS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Special tokens that the byte tokenizer is given; in debug sizes they have the ids of `model.vision_start_id` and its like."""
+
+
+def processor() -> PatchProcessorConfig:
+    """How the released models see: patches of 16 pixels, what transformers' processor of the family does."""
+    return PatchProcessorConfig()
+
+
+def small_processor() -> PatchProcessorConfig:
+    """How the debug sizes see: images of 32 x 32 pixels in patches of 4."""
+    return PatchProcessorConfig(patch=4, min_pixels=1024, max_pixels=1024, video_min_pixels=1024, video_max_pixels=8192)
+
+
+def _drawn(processor: PatchProcessorConfig, patches: int) -> DataConfig:
+    return DataConfig(
+        loader=MultimodalConfig(processor=processor, patches=patches),
+        tokenizer=ByteTokenizerConfig(specials=SPECIALS),
+        mixture=(MixturePart(source=DrawnConfig(documents=20_000)),),
+    )
+
+
+def _debug(name: str, model: Qwen3VLConfig) -> Recipe:
+    return Recipe(
+        name=name,
+        model=model,
+        data=_drawn(small_processor(), 1024),
+        optimizer=MuonConfig(lr=0.02, weight_decay=0.01, momentum=0.9, adamw_lr=0.005, newton_schulz_dtype="float32"),
+        schedule=WSDConfig(warmup_steps=10, decay=0.3),
+        loss=CrossEntropyConfig(),
+        engine=EagerConfig(),
+        sharder=FlexShardConfig(),
+        checkpoint=CheckpointConfig(every=100, backend=StreamConfig(), storage=PosixConfig()),
+        train=TrainConfig(steps=200, sequence_length=256, micro_batch=4, global_batch=4),
+        evaluation=EvaluationConfig(every=50, batches=16),
+    )
+
+
+def debug() -> Recipe:
+    """Questions on drawn images, every part of the dense models in 1.5 M parameters."""
+    return _debug("qwen3-vl-debug", config.debug())
+
+
+def moe_debug() -> Recipe:
+    """The same with experts."""
+    return _debug("qwen3-vl-moe-debug", config.moe_debug())
+
+
+def _published(name: str, model: Qwen3VLConfig, *, lr: float, steps: int, global_batch: int, recompute: bool = True) -> Recipe:
+    return Recipe(
+        name=name,
+        model=model,
+        data=_drawn(processor(), 8192),
+        optimizer=AdamWConfig(lr=lr, weight_decay=0.1, betas=(0.9, 0.95)),
+        schedule=CosineConfig(warmup_steps=2000, floor=0.1),
+        loss=CrossEntropyConfig(chunk=2048),
+        engine=EagerConfig(),
+        sharder=FlexShardConfig(),
+        checkpoint=CheckpointConfig(every=1000, keep_last=3, backend=StreamConfig(), storage=PosixConfig()),
+        train=TrainConfig(steps=steps, sequence_length=8192, micro_batch=1, global_batch=global_batch),
+        precision=PrecisionConfig(master="float32", compute="bfloat16", reduce="float32"),
+        compile=CompileConfig(mode="none"),
+        recompute=RecomputeConfig(mode="blocks" if recompute else "none"),
+        evaluation=EvaluationConfig(every=1000, batches=8),
+    )
+
+
+def qwen3_vl_2b() -> Recipe:
+    """Qwen3-VL 2B on 8192-token rows."""
+    return _published("qwen3-vl-2b", config.qwen3_vl_2b(), lr=4e-4, steps=100_000, global_batch=256)
+
+
+def qwen3_vl_4b() -> Recipe:
+    """Qwen3-VL 4B on 8192-token rows."""
+    return _published("qwen3-vl-4b", config.qwen3_vl_4b(), lr=3e-4, steps=100_000, global_batch=512)
+
+
+def qwen3_vl_8b() -> Recipe:
+    """Qwen3-VL 8B on 8192-token rows."""
+    return _published("qwen3-vl-8b", config.qwen3_vl_8b(), lr=3e-4, steps=200_000, global_batch=1024)
+
+
+def qwen3_vl_32b() -> Recipe:
+    """Qwen3-VL 32B on 8192-token rows."""
+    return _published("qwen3-vl-32b", config.qwen3_vl_32b(), lr=1.5e-4, steps=300_000, global_batch=2048)
+
+
+def qwen3_vl_30b_a3b() -> Recipe:
+    """Qwen3-VL 30B-A3B on 8192-token rows."""
+    return _published("qwen3-vl-30b-a3b", config.qwen3_vl_30b_a3b(), lr=3e-4, steps=200_000, global_batch=2048)
+
+
+def qwen3_vl_235b_a22b() -> Recipe:
+    """Qwen3-VL 235B-A22B on 8192-token rows."""
+    return _published("qwen3-vl-235b-a22b", config.qwen3_vl_235b_a22b(), lr=1.5e-4, steps=400_000, global_batch=4096)
