@@ -29,11 +29,12 @@ class Taps(nn.Module):
 
     def __init__(self, channels: int, kernel: int) -> None:
         super().__init__()
+        self.kernel = kernel
         self.weight = parameter(channels, kernel)
 
     def inits(self) -> dict[str, Init]:
         """Normal."""
-        return {"weight": Init("normal", std=(3 * self.weight.shape[1]) ** -0.5)}
+        return {"weight": Init("normal", std=(3 * self.kernel) ** -0.5)}
 
 
 class GatedDeltaNet(nn.Module):
