@@ -15,13 +15,14 @@ from intarsia_data.store import TokenStore
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One row before it is stacked: int64 tokens and labels of S, document lengths that sum to S, bytes that the labels stand for."""
+    """One row before it is stacked: int64 tokens and labels of S, document lengths that sum to S, bytes that the labels stand for, how many tokens at its end are padding."""
 
     tokens: numpy.ndarray
     labels: numpy.ndarray
     lengths: numpy.ndarray
     bytes: int
     sample: int
+    padding: int = 0
 
 
 def make_row(store: TokenStore, segments: Segments, size: int, pad_id: int, byte_lengths: numpy.ndarray | None, sample: int) -> Row:
@@ -53,12 +54,12 @@ def make_row(store: TokenStore, segments: Segments, size: int, pad_id: int, byte
         # The first token of a document is never predicted: the bytes are spread over the others.
         count = int((share * number // total - share * (number - 1) // total).sum())
     lengths = segments.length if filled == size else numpy.append(segments.length, size - filled)
-    return Row(tokens, labels, lengths, count, sample)
+    return Row(tokens, labels, lengths, count, sample, size - filled)
 
 
 def padding_row(size: int, pad_id: int) -> Row:
     """A row that counts for nothing, for a rank that has no sample: all labels are IGNORE, its sample number is -1."""
-    return Row(numpy.full(size, pad_id, numpy.int64), numpy.full(size, IGNORE, numpy.int64), numpy.array([size]), 0, -1)
+    return Row(numpy.full(size, pad_id, numpy.int64), numpy.full(size, IGNORE, numpy.int64), numpy.array([size]), 0, -1, size)
 
 
 def stack(rows: Sequence[Row], size: int) -> Batch:
@@ -76,5 +77,12 @@ def stack(rows: Sequence[Row], size: int) -> Batch:
         documents_BS=torch.from_numpy(documents),
         lengths=tuple(tuple(row.lengths.tolist()) for row in rows),
         samples=tuple(row.sample for row in rows),
-        extra={"bytes": sum(row.bytes for row in rows)},
+        extra={"bytes": sum(row.bytes for row in rows), **padding_of(rows, size)},
     )
+
+
+def padding_of(rows: Sequence[Row], size: int) -> dict[str, torch.Tensor]:
+    """`padding_BS` (bool) for `Batch.extra`, which tells a model the tokens that are only there to fill rows; nothing where there are none."""
+    if not any(row.padding for row in rows):
+        return {}
+    return {"padding_BS": torch.from_numpy(numpy.stack([numpy.arange(size) >= size - row.padding for row in rows]))}

@@ -94,7 +94,7 @@ class Loader(StepLoader):
 def stream_of(recipe: Recipe, store: TokenStore, name: str, number: int, train: bool) -> Stream:
     """The stream of source `number`: its documents of this split, in an order of its own."""
     data, row = recipe.data, recipe.train.sequence_length
-    kept, left_out = split(store, 0.0 if data.evaluation else data.held_out, name)
+    kept, left_out = split(numpy.diff(store.offsets), 0.0 if data.evaluation else data.held_out, name)
     documents = kept if train or data.evaluation else left_out
     epochs = data.epochs if train else 1
     stream = Stream(store, documents, row=row, packing=data.packing, key=stream_key(recipe, number, train), epochs=epochs)

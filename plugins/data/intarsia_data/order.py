@@ -51,14 +51,14 @@ def key_of(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-def split(store: TokenStore, held_out: float, name: str) -> tuple[numpy.ndarray, numpy.ndarray]:
+def split(lengths: numpy.ndarray, held_out: float, name: str) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Numbers of the documents to train on and of those held out: the `held_out` share with the smallest hashes of their number, at least one.
 
-    Documents without tokens are in neither. Errors: UsageError when either side would be empty.
+    Arguments: `lengths` are the documents' tokens; documents without tokens are in neither. Errors: UsageError when either side would be empty.
     """
-    documents = numpy.flatnonzero(numpy.diff(store.offsets))
+    documents = numpy.flatnonzero(lengths)
     if not len(documents):
-        raise UsageError(f"{name}: the data set is empty: {store.documents} documents, none with any text.")
+        raise UsageError(f"{name}: the data set is empty: {len(lengths)} documents, none with any text.")
     if not held_out:
         return documents, documents[:0]
     count = max(1, round(held_out * len(documents)))

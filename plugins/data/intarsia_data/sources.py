@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import numpy
 from intarsia.contracts import Document
@@ -19,10 +20,22 @@ from intarsia_data.files import FileRanges, decode, expand, fingerprint, split_r
 from intarsia_data.records import to_document
 
 
-class FileSource:
-    """What text and JSON lines have in common: files, and in them byte ranges between separators (empty: each file is one)."""
+class FilesConfig(Protocol):
+    """What `FileSource` reads of settings."""
 
-    def __init__(self, kind: str, config: TextConfig | JsonlConfig, separator: bytes):
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Files or globs."""
+
+    @property
+    def errors(self) -> str:
+        """For bytes that are no UTF-8: strict or replace."""
+
+
+class FileSource:
+    """What text and JSON lines have in common: files, and in them byte ranges between separators (empty: each file is one). Stability: provisional."""
+
+    def __init__(self, kind: str, config: FilesConfig, separator: bytes):
         if config.errors not in ("strict", "replace"):
             raise UsageError(f"{kind}: errors={config.errors!r} is unknown; it is strict or replace.")
         self.files = expand(config.paths, kind)
@@ -38,6 +51,10 @@ class FileSource:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def file_of(self, index: int) -> Path:
+        """The file in which document `index` lies."""
+        return self.files[int(self._places[index][0])]
 
     def _text(self, index: int, where: str) -> tuple[str, str]:
         """The text of document `index`, and where it lies: `where` with the file, the line (from 1) and the first byte filled in."""

@@ -178,11 +178,15 @@ class StepLoader(abc.ABC):
 
     def reset(self, samples: int = 0, steps: int = 0) -> None:
         """Set the position, by default to the first sample: evaluation sees the same batches each time. Drops what was prepared for another one."""
-        self.close()
+        self.drop()
         self.samples, self.steps = samples, steps
 
     def close(self) -> None:
         """End what runs in the background. The loader may be used again."""
+        self.drop()
+
+    def drop(self) -> None:
+        """End the preparation of further steps, and forget what is prepared."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._pool = None

@@ -1,0 +1,48 @@
+"""Rows as a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+from intarsia.contracts import Batch
+
+from intarsia_multimodal.making import Row
+
+
+def stack(rows: Sequence[Row], samples: Sequence[int]) -> Batch:
+    """The rows as one Batch. `extra` holds `positions_3BS`, `visual_BS` (numbers of features, counted over the batch), `patches_NC`, `grids`, `bytes` where they are known, and
+    `bad_media`, what is wrong with documents that are padding instead."""
+    size = len(rows[0].tokens_S)
+    positions = numpy.empty((len(rows), size), numpy.int64)
+    documents = numpy.empty((len(rows), size), numpy.int32)
+    visual = numpy.empty((len(rows), size), numpy.int64)
+    features = 0
+    for number, row in enumerate(rows):
+        ends = numpy.cumsum(row.lengths)
+        positions[number] = numpy.arange(size) - numpy.repeat(ends - row.lengths, row.lengths)
+        documents[number] = numpy.repeat(numpy.arange(len(row.lengths), dtype=numpy.int32), row.lengths)
+        seen = row.visual_S >= 0
+        visual[number] = numpy.where(seen, row.visual_S + features, -1)
+        features += int(seen.sum())
+    extra: dict[str, Any] = {
+        "positions_3BS": torch.from_numpy(numpy.stack([row.positions_3S for row in rows], axis=1)),
+        "visual_BS": torch.from_numpy(visual),
+        "patches_NC": torch.from_numpy(numpy.concatenate([row.patches_NC for row in rows])),
+        "grids": tuple(grid for row in rows for grid in row.grids),
+        "bad_media": tuple(what for row in rows for what in row.bad),
+    }
+    sizes = [row.bytes for row in rows if row.bytes is not None]
+    if len(sizes) == len(rows):
+        extra["bytes"] = sum(sizes)
+    return Batch(
+        tokens_BS=torch.from_numpy(numpy.stack([row.tokens_S for row in rows])),
+        labels_BS=torch.from_numpy(numpy.stack([row.labels_S for row in rows])),
+        positions_BS=torch.from_numpy(positions),
+        documents_BS=torch.from_numpy(documents),
+        lengths=tuple(row.lengths for row in rows),
+        samples=tuple(samples),
+        extra=extra,
+    )

@@ -1,0 +1,234 @@
+"""The loader `multimodal`: rows of whole documents with images and video. Steps, ranks and the position are those of `intarsia_data.steps`.
+
+What a row is made of follows from the index (`intarsia_multimodal.index`) and the position alone: neither the number of workers nor of ranks, nor how far ahead
+they work, changes it.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from intarsia.config import Recipe, flatten
+from intarsia.contracts import Batch
+from intarsia.errors import PluginError, UsageError
+from intarsia_data.order import key_of, split
+from intarsia_data.steps import StepLoader, order_settings, stream_key
+
+from intarsia_multimodal.batches import stack
+from intarsia_multimodal.config import MultimodalConfig
+from intarsia_multimodal.index import MediaIndex, Record, fit, open_index
+from intarsia_multimodal.making import Piece, Row, padding_row
+from intarsia_multimodal.pool import Answer, Pool
+from intarsia_multimodal.rows import RowStream
+from intarsia_multimodal.worker import Maker
+
+NAMED = 20
+"""How many documents with bad media the facts name."""
+log = logging.getLogger("intarsia_multimodal")
+
+
+def build(config: MultimodalConfig, recipe: Recipe, plugins: Any, rank: int, ranks: int, directory: Path, split: str) -> MultimodalLoader:
+    """The entry's target. Errors: UsageError for settings, sources and documents that are wrong, and for a processor that is not the model's."""
+    return MultimodalLoader(config, recipe, plugins, rank, ranks, directory, split)
+
+
+class MultimodalLoader(StepLoader):
+    """See the module. `bad_media` counts, by reason, the documents of this rank that were padding instead."""
+
+    def __init__(self, config: MultimodalConfig, recipe: Recipe, plugins: Any, rank: int, ranks: int, directory: Path, split: str):
+        self._maker = maker = Maker(recipe, plugins, directory, split)
+        self._config, self._recipe, self._plugins, self._directory, self._split = config, recipe, plugins, directory, split
+        check_model(maker.processor, getattr(recipe, "model", None))
+        self._pool_of_workers: Pool | None = None
+        self._starting, self._closed = threading.Lock(), False
+        names, parts, train = maker.found.names, maker.found.parts, split == "train"
+        try:
+            self._indices = [self._index(number) for number in range(len(names))]
+        finally:
+            if not train:  # its workers are started when there is something to evaluate
+                self.close_workers()
+        fitted = [
+            fit(index, recipe.train.sequence_length, config.patches, config.too_long, name)
+            for index, name in zip(self._indices, names, strict=True)
+        ]
+        self._lengths, self._patches = [lengths for lengths, _, _ in fitted], [patches for _, patches, _ in fitted]
+        self._too_long = [count for _, _, count in fitted]
+        self._streams = [self._stream(number, train) for number in range(len(names))]
+        weights = [part.weight for part in parts]
+        settings = order_settings(recipe, maker.tokenizer, names, weights, [index.digest for index in self._indices]) | {
+            "data.loader.patches": config.patches,
+            "data.loader.too_long": config.too_long,
+            "data.loader.open_rows": config.open_rows,
+        }
+        super().__init__(recipe, maker.tokenizer, names, weights, self._streams, rank, ranks, train, settings)
+        self.threads = self._prefetch + 1 if config.workers else 1
+        self.bad_media: collections.Counter[str] = collections.Counter()
+        self._skipped: list[str] = []
+        self._tell_what_is_left_out()
+
+    # ------------------------------------------------------------ what there is
+
+    def _index(self, number: int) -> MediaIndex:
+        """The index of source `number`."""
+        maker, workers = self._maker, self._config.workers
+        prepare = (lambda ranges: self._prepared(number, ranges)) if workers else None
+        return open_index(
+            maker.sources[number], maker.tokenizer, maker.processor, maker.found.names[number], maker.found.cache, maker.bad_media, prepare
+        )
+
+    def _prepared(self, number: int, ranges: Iterable[range]) -> Iterator[list[Record]]:
+        """Records of a source's documents, by the workers, in order."""
+        waiting: collections.deque[Future[Answer]] = collections.deque()
+        workers = self._workers()
+        for each in ranges:
+            waiting.append(workers.submit({"prepare": [number, each.start, each.stop]}))
+            if len(waiting) > 4 * self._config.workers:
+                yield waiting.popleft().result()[0]["records"]
+        for future in waiting:
+            yield future.result()[0]["records"]
+
+    def _stream(self, number: int, train: bool) -> RowStream:
+        """The rows of source `number` in this split."""
+        recipe, data, name = self._recipe, self._recipe.data, self._maker.found.names[number]
+        kept, left_out = split(self._indices[number].lengths, 0.0 if data.evaluation else data.held_out, name)
+        documents = kept if train or data.evaluation else left_out
+        return RowStream(
+            self._lengths[number],
+            self._patches[number],
+            documents[self._lengths[number][documents] > 0],
+            name,
+            row=recipe.train.sequence_length,
+            budget=self._config.patches,
+            packing=data.packing,
+            key=stream_key(recipe, number, train),
+            epochs=data.epochs if train else 1,
+            open_rows=self._config.open_rows,
+        )
+
+    def _tell_what_is_left_out(self) -> None:
+        for name, index, count in zip(self.names, self._indices, self._too_long, strict=True):
+            if index.bad:
+                log.warning(
+                    "%s: %d documents have media that cannot be used and are left out; the first: document %d: %s",
+                    name,
+                    len(index.bad),
+                    *index.bad[0],
+                )
+            if count:
+                done = "cut" if self._config.too_long == "truncate" else "left out"
+                log.warning("%s: %d documents are too long for a row, and are %s", name, count, done)
+
+    # ------------------------------------------------------------ steps
+
+    def make_batches(self, samples: Sequence[range]) -> list[Batch]:
+        """See StepLoader."""
+        rows = iter(self._rows([self._pieces(sample) for each in samples for sample in each]))
+        empty = padding_row(self._row, self._maker.pad_id, self._maker.processor.patch_values, self._maker.byte_lengths is not None)
+        return [stack([next(rows) for _ in each] or [empty], list(each) or [-1]) for each in samples]
+
+    def _pieces(self, sample: int) -> list[Piece]:
+        """What the row of one global sample is made of."""
+        source, own = self._mixture.locate(sample)
+        lengths, patches = self._lengths[source], self._patches[source]
+        return [Piece(source, number, int(lengths[number]), int(patches[number])) for number in self._streams[source].numbers(own)]
+
+    def _rows(self, plans: Sequence[Sequence[Piece]]) -> list[Row]:
+        """The rows of plans, by the workers where there are any."""
+        if not self._config.workers:
+            return [self._maker.rows.make(pieces) for pieces in plans]
+        workers = self._workers()
+        futures = [workers.submit({"pieces": pieces}) for pieces in plans]
+        found = [future.result()[1] for future in futures]
+        return [row for row in found if row is not None]
+
+    def next_step(self) -> list[Batch] | None:
+        """See StepLoader; counts what was padding instead of media."""
+        batches = super().next_step()
+        for batch in batches or ():
+            for what in batch.extra["bad_media"]:
+                self.bad_media[what] += 1
+                self._skipped.append(what)
+                if self.bad_media[what] == 1:
+                    log.warning("%s; its place in the row is padding", what)
+        return batches
+
+    def take_skipped(self) -> list[str]:
+        """What was padding instead of media since the last call."""
+        taken, self._skipped = self._skipped, []
+        return taken
+
+    # ------------------------------------------------------------ workers
+
+    def _workers(self) -> Pool:
+        """The workers, started on first use."""
+        with self._starting:
+            if self._closed:
+                raise PluginError("The loader is closed.")
+            if self._pool_of_workers is None:
+                setup = {"recipe": flatten(self._recipe, self._plugins), "directory": str(self._directory), "split": self._split}
+                self._pool_of_workers = Pool(self._config.workers, setup, self._config.worker_timeout_s)
+            return self._pool_of_workers
+
+    def close_workers(self) -> None:
+        """End the workers. They are started again when they are needed."""
+        if self._pool_of_workers is not None:
+            self._pool_of_workers.close()
+        self._pool_of_workers = None
+
+    def close(self) -> None:
+        """See StepLoader. Workers first: what is still being prepared then ends at once."""
+        with self._starting:
+            self._closed = True
+        self.close_workers()
+        super().close()
+        self._closed = False
+
+    # ------------------------------------------------------------ facts
+
+    def facts(self) -> dict[str, Any]:
+        """What there is and what was given out so far, as JSON: documents, tokens, patches and rows of this split, what is left out and why, each source's asked and realised share."""
+        sources = []
+        for number, (tokens, epochs) in enumerate(self.consumed()):
+            stream, index = self._streams[number], self._indices[number]
+            sources.append({
+                "name": self.names[number], "documents": stream.documents, "tokens": stream.tokens, "patches": stream.patches, "rows": stream.rows,
+                "filled": stream.tokens / (stream.rows * self._row), "digest": index.digest, "weight": self._weights[number],
+                "tokens_seen": tokens, "epochs_seen": epochs, "too_long": self._too_long[number],
+                "bad_media": len(index.bad), "bad_media_first": [f"document {place}: {reason}" for place, reason in index.bad[:NAMED]],
+            })  # fmt: skip
+        seen = sum(source["tokens_seen"] for source in sources)
+        for source in sources:
+            source["share_seen"] = source["tokens_seen"] / seen if seen else 0.0
+        names = ("documents", "tokens", "patches", "rows", "bad_media", "too_long")
+        return {
+            "split": self._split, **{name: sum(source[name] for source in sources) for name in names},
+            "samples": self.total, "steps": None if self.total is None else math.ceil(self.total / self._global_batch),
+            "fingerprint": f"{key_of(sorted(self._settings.items())):016x}", "samples_seen": self.samples,
+            "bad_media_seen": sum(self.bad_media.values()), "bad_media_seen_first": list(self.bad_media)[:NAMED], "sources": sources,
+        }  # fmt: skip
+
+
+def check_model(processor: Any, model: Any) -> None:
+    """UsageError unless the processor's special tokens and the shape of its patches are those that the model's settings say."""
+    vision = getattr(model, "vision", None)
+    wrong = [
+        f"model.{name} is {theirs}, and the tokenizer's special token has the id {ours}"
+        for name, ours in processor.ids.items()
+        if (theirs := getattr(model, name, ours)) != ours
+    ]
+    wrong += [
+        f"model.vision.{name} is {theirs}, and the processor's {ours}"
+        for name, ours in processor.shape.items()
+        if (theirs := getattr(vision, name, ours)) != ours
+    ]
+    if wrong:
+        raise UsageError(
+            f"data.loader.processor is not that of the model: {'; '.join(wrong)}. Take the family's processor and tokenizer for this model."
+        )
