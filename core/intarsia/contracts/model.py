@@ -88,7 +88,7 @@ class HFRule:
     `heads` then names the config field that says for how many `{i}`.
 
     Fields of a config within the config have dotted names (`vision_config.patch_size`). Rules for the same name of ours are alternatives: on import the first whose names are there is
-    taken, on export the first.
+    taken, on export the first. Of rules for the same names on both sides the shapes decide, for all of them together.
     """
 
     theirs: str
@@ -105,7 +105,7 @@ class HFTable:
     `ignored` are names in their files that carry nothing (`*.rotary_emb.inv_freq`), as globs. A checkpoint is read strictly: every name of theirs is
     used or ignored, every name of ours is filled, persistent buffers included. `extra["hints"]` maps a glob on our names to a sentence for the message where
     such a name's tensors are missing; `extra["where"]` maps a glob on rules' `theirs` to a name of ours, with `{i}`, that a layer must have for these rules to be its: where
-    layers of two kinds have parameters of one name.
+    layers of two kinds have parameters of one name; `extra["keeps_dtype"]` are globs on our names that an export leaves in their dtype, whichever it writes the others in.
     """
 
     rules: tuple[HFRule, ...]

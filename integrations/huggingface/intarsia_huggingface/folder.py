@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from intarsia_huggingface.boxes import read_box
 from intarsia_huggingface.config import TokenizerJsonConfig
 from intarsia_huggingface.quantised import Blocks, blocks_of
-from intarsia_huggingface.rules import Row, choose, expand, to_theirs, twins, whole_numbers
+from intarsia_huggingface.rules import Row, choose, expand, formed, to_theirs, twins, whole_numbers
 from intarsia_huggingface.safetensors_file import BLOCK_BYTES, SafetensorsFile
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -87,14 +87,17 @@ class HFFolder:
             built = plugins.build(self.model)
         self._files = dict(self._find_tensors())
         rows, self._aliases = rows_of(self.table, built, self.config)
-        every = choose(rows, self._files)
-        self._rows = [row for row in every if row.op != "copy" and row.ours[0] not in self._aliases]
-        self._twins = twins(every, self._aliases)
         kept = persistent_buffers(built)
         self.buffers = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in kept.items()}
-        named = dict(built.named_parameters(remove_duplicate=False)) | kept
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items() if name not in self._aliases}
+        every_shape = {
+            name: tuple(tensor.shape) for name, tensor in {**dict(built.named_parameters(remove_duplicate=False)), **kept}.items()
+        }
+        self._shapes = {name: shape for name, shape in every_shape.items() if name not in self._aliases}
         self._sizes = whole_numbers(self.config)
+        stored = {name: file.tensors[name].shape for name, file in self._files.items()}
+        every = choose(formed(rows, stored, every_shape, self._sizes), self._files)
+        self._rows = [row for row in every if row.op != "copy" and row.ours[0] not in self._aliases]
+        self._twins = twins(every, self._aliases)
         self._blocks: Blocks = blocks_of(self.config, str(folder / CONFIG))
         self._homes = {name: (row, index) for row in self._rows for index, name in enumerate(row.ours)}
         self._check_names()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -155,7 +156,11 @@ class Export:
         self._rows = choose([row for row in every if row.ours[0] not in aliases])
         self._sizes, self._shapes = whole_numbers(self.config), weights.shapes()
         self._check(entry)
-        self._fixed = set(persistent_buffers(built))  # what accumulates, such as selection biases, keeps its dtype
+        # What accumulates, such as selection biases, keeps its dtype, and so does what the table says.
+        kept = table.extra.get("keeps_dtype", ())
+        self._fixed = set(persistent_buffers(built)) | {
+            name for name in self._shapes if any(fnmatch.fnmatchcase(name, glob) for glob in kept)
+        }
         self._stored = {name: weights.checkpoint.manifest.tensors[f"model/{name}"].dtype for name in self._shapes}
         self._homes = {name: (row, index) for row in self._rows for index, name in enumerate(row.theirs)}
         self._theirs = {name: shape for row in self._rows for name, shape in zip(row.theirs, self._shapes_of(row), strict=True)}

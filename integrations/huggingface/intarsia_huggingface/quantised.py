@@ -35,9 +35,11 @@ class Blocks:
 
     def problems(self, name: str, place: Place, scale: Place) -> list[str]:
         """What is wrong with a quantised tensor and its scales."""
-        if len(place.shape) != 2:
-            return [f"{name} has shape {list(place.shape)} and is stored in {STORED}; only matrices can be quantised in blocks"]
-        wanted = (-(-place.shape[0] // self.rows), -(-place.shape[1] // self.columns))
+        if len(place.shape) < 2:
+            return [
+                f"{name} has shape {list(place.shape)} and is stored in {STORED}; only matrices, and stacks of them, can be quantised in blocks"
+            ]
+        wanted = (*place.shape[:-2], -(-place.shape[-2] // self.rows), -(-place.shape[-1] // self.columns))
         if scale.shape != wanted or scale.dtype not in SCALES:
             return [
                 f"{self.scale_name(name)} has shape {list(scale.shape)} in {scale.dtype}; blocks of {self.rows} x {self.columns} of "
@@ -47,13 +49,16 @@ class Blocks:
 
     def scale_box(self, box: Box) -> Box:
         """The scales that a box of the weight needs."""
-        sizes = (self.rows, self.columns)
+        sizes = (*(1 for _ in box.size[:-2]), self.rows, self.columns)
         start = tuple(first // size for first, size in zip(box.start, sizes, strict=True))
         end = tuple(-(-last // size) for last, size in zip(box.end, sizes, strict=True))
         return Box(start, tuple(max(0, last - first) for first, last in zip(start, end, strict=True)))
 
     def dequantised(self, box: Box, stored: Tensor, scales: Tensor) -> Tensor:
-        """float32 values of `box`, from its stored ones and the scales of `scale_box(box)`."""
+        """float32 values of `box`, from its stored ones and the scales of `scale_box(box)`. Of a stack of matrices each has its own blocks."""
+        if stored.dim() > 2 and stored.shape[0]:
+            inner = Box(box.start[1:], box.size[1:])
+            return torch.stack([self.dequantised(inner, *pair) for pair in zip(stored, scales, strict=True)])
         out = stored.float()
         if not out.numel():
             return out

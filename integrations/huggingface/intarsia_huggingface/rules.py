@@ -111,6 +111,28 @@ def choose(rows: Sequence[Row], present: Collection[str] | None = None) -> list[
     return [chosen[number] for number in sorted(chosen)]
 
 
+def formed(
+    rows: Sequence[Row], stored: Mapping[str, Shape], shapes: Mapping[str, Shape], sizes: Mapping[str, int] | None = None
+) -> list[Row]:
+    """Of rows that read the same tensors of theirs in several forms (as they are, or transposed), those of one form: the first that fits the shapes in which all of them are `stored`, else
+    the first. All at once, since a square matrix fits either. `shapes` are our names'."""
+    forms: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row.op != "copy":
+            forms.setdefault(row.theirs, []).append(row)
+    several = [each for each in forms.values() if len(each) > 1 and all(name in stored for name in each[0].theirs)]
+
+    def fits(row: Row) -> bool:
+        empty = [torch.empty(shapes[name], device="meta") for name in row.ours]
+        wanted = to_theirs(row, empty, sizes)
+        return all(tuple(tensor.shape) == tuple(stored[name]) for name, tensor in zip(row.theirs, wanted, strict=True))
+
+    count = max((len(each) for each in several), default=1)
+    form = next((k for k in range(count) if all(fits(each[min(k, len(each) - 1)]) for each in several)), 0)
+    left = {id(row) for each in several for row in each} - {id(each[min(form, len(each) - 1)]) for each in several}
+    return [row for row in rows if id(row) not in left]
+
+
 def to_ours(
     row: Row, tensors: Sequence[Tensor], sizes: Mapping[str, int] | None = None, shapes: Mapping[str, Shape] | None = None
 ) -> list[Tensor]:
@@ -145,8 +167,12 @@ def apply_rules(
     nevertheless, it must equal the canonical one, as a `copy` must. `sizes`, `experts`, `shapes`, `names` as in `to_ours` and `expand`.
     """
     importing = direction == "import"
-    every = choose(expand(table, layers, experts, names=names, sizes=sizes), tensors if importing else None)
-    rows = choose(expand(table, layers, experts, aliases, names=names, sizes=sizes), tensors if importing else None)
+    every = expand(table, layers, experts, names=names, sizes=sizes)
+    rows = expand(table, layers, experts, aliases, names=names, sizes=sizes)
+    if importing and shapes:
+        stored = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        every, rows = (formed(each, stored, shapes, sizes) for each in (every, rows))
+    every, rows = (choose(each, tensors if importing else None) for each in (every, rows))
     if importing:
         rows = [row for row in rows if row.op != "copy"]
     missing = [name for row in rows for name in (row.theirs if importing else row.ours) if name not in tensors]

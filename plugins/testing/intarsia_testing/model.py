@@ -13,6 +13,7 @@ Shape suffixes: B rows, S tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -79,10 +80,10 @@ def positions_of(documents_BS: Tensor) -> Tensor:
     return index_S - torch.where(starts_BS, index_S, 0).cummax(1).values
 
 
-def packed_context(lengths: tuple[tuple[int, ...], ...]) -> TrainContext:
-    """The context of rows that pack documents of these lengths."""
+def packed_context(lengths: tuple[tuple[int, ...], ...], extra: Mapping[str, Any] | None = None) -> TrainContext:
+    """The context of rows that pack documents of these lengths; `extra` is what a loader adds."""
     documents_BS = documents_of(lengths)
-    return TrainContext(positions_of(documents_BS), documents_BS, lengths)
+    return TrainContext(positions_of(documents_BS), documents_BS, lengths, extra=extra)
 
 
 def following_of(model: nn.Module, tokens_BS: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Tensor | None:
@@ -93,17 +94,19 @@ def following_of(model: nn.Module, tokens_BS: Tensor, lengths: tuple[tuple[int, 
     return with_following(batch, depth).extra.get(FOLLOWING) if depth else None
 
 
-def predictions(model: Any, tokens_BS: Tensor, lengths: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
+def predictions(
+    model: Any, tokens_BS: Tensor, lengths: tuple[tuple[int, ...], ...], extra: Mapping[str, Any] | None = None
+) -> tuple[Tensor, ...]:
     """The hidden states that predict the next token of packed documents, then those of each depth further ahead."""
-    context = packed_context(lengths)
+    context = packed_context(lengths, extra)
     context.following_BSK = following_of(model, tokens_BS, lengths)
     hidden = model(tokens_BS, context)
     return hidden if isinstance(hidden, tuple) else (hidden,)
 
 
-def outputs(model: Any, tokens_BS: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Tensor:
+def outputs(model: Any, tokens_BS: Tensor, lengths: tuple[tuple[int, ...], ...], extra: Mapping[str, Any] | None = None) -> Tensor:
     """All `predictions`, one behind the other along the width."""
-    return torch.cat(predictions(model, tokens_BS, lengths), -1)
+    return torch.cat(predictions(model, tokens_BS, lengths, extra), -1)
 
 
 def fill(model: nn.Module, seed: int = 0, std: float | None = None) -> nn.Module:
@@ -137,6 +140,10 @@ class ModelConformance(Conformance):
     def config(self) -> ModelConfig:
         """A tiny config that uses what the family has (more than one block, every kind of component). At most a few 100,000 parameters."""
         raise NotImplementedError("write `config`: a tiny config of your family for its conformance tests.")
+
+    def media(self) -> Mapping[str, Any]:
+        """What a loader adds to a batch of `LENGTHS` with images, for a model that sees: `patches_NC`, `grids`, `visual_BS`, and `positions_3BS` where it has such. Nothing: it reads text."""
+        return {}
 
     # ------------------------------------------------------------ help
 
@@ -233,7 +240,7 @@ class ModelConformance(Conformance):
         keep("regions", not nested and len(set(regions.blocks)) == len(regions.blocks), f"blocks overlap: {nested[:3]}.")
         seen: list[str] = []
         hooks = [modules[name].register_forward_hook(lambda *_, name=name: seen.append(name)) for name in regions.blocks]
-        predictions(model, self._tokens(), LENGTHS)
+        predictions(model, self._tokens(), LENGTHS, self.media())
         for hook in hooks:
             hook.remove()
         keep(
@@ -315,7 +322,7 @@ class ModelConformance(Conformance):
         """Backward reaches every trainable parameter, with finite numbers."""
         model, tokens_BS = self._model(), self._tokens()
         labels_N = tokens_BS.roll(-1, 1).flatten()
-        hidden = predictions(model, tokens_BS, LENGTHS)
+        hidden = predictions(model, tokens_BS, LENGTHS, self.media())
         torch.stack([ops.cross_entropy(each.flatten(0, 1), model.head_weight_VD, labels_N) for each in hidden]).sum().backward()
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         unused = [name for name, p in trainable.items() if p.grad is None]
@@ -324,6 +331,25 @@ class ModelConformance(Conformance):
         keep("gradients", not broken_ones, f"the gradients of {broken_ones[:3]} are not finite.")
         dead = [name for name, p in trainable.items() if p.grad is not None and not p.grad.any()]
         keep("gradients", not dead, f"the gradients of {dead[:3]} are all zero.")
+
+    def test_no_images_is_a_batch_too(self) -> None:
+        """Where the loader says that there are images, and here there are none, every parameter gets a gradient nevertheless: ranks with images and ranks without make the same calls."""
+        media, tokens_BS = dict(self.media()), self._tokens()
+        if not media:
+            return
+        model, text = self._model(), {name: value for name, value in media.items() if name == "positions_3BS"}
+        patches_NC, visual_BS = media["patches_NC"], media["visual_BS"]
+        seen_BSD = outputs(model, tokens_BS, LENGTHS, media)
+        none = {**text, "patches_NC": patches_NC[:0], "grids": (), "visual_BS": torch.full_like(visual_BS, -1)}
+        blind_BSD = outputs(model, tokens_BS, LENGTHS, none)
+        self._close("media", blind_BSD, outputs(model, tokens_BS, LENGTHS, text), "no images give something else than text alone")
+        keep("media", not torch.equal(seen_BSD, blind_BSD), "images change nothing.")
+        blind_BSD.sum().backward()
+        heads = (model.head_weight_VD,)
+        unused = [
+            name for name, p in model.named_parameters() if p.requires_grad and p.grad is None and not any(p is head for head in heads)
+        ]
+        keep("media", not unused, f"without images {unused[:3]} get no gradient: tie the features' sum, times 0, to the result.")
 
     def test_runs_in_bfloat16(self) -> None:
         """Cast to bfloat16, hidden states are bfloat16 and near the float32 ones."""
@@ -426,7 +452,7 @@ class ModelConformance(Conformance):
         if entry.architectures:
             keep(
                 "hf config",
-                theirs.get("architectures") == [entry.architectures[0]],
+                len(theirs.get("architectures") or ()) == 1 and theirs["architectures"][0] in entry.architectures,
                 f"exported `architectures` are {theirs.get('architectures')}; the entry reads {entry.architectures}.",
             )
 

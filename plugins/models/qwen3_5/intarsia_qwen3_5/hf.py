@@ -97,6 +97,7 @@ TABLE = HFTable(
             "model.language_model.layers.*.self_attn.*": "layers.{i}.attention.wg.weight",
             "model.language_model.layers.*.linear_attn.*": "layers.{i}.attention.log_a",
         },
+        "keeps_dtype": ("*.attention.log_a", "*.attention.dt_bias"),
         "hints": {
             "mtp.*": (
                 f"config.json says text_config.{_DEPTHS} of 1, so the layer of multi-token prediction must be there. transformers does not save it: set {_DEPTHS} to "

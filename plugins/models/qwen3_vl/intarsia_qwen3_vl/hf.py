@@ -31,6 +31,9 @@ _BLOCK: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     ("mlp.gate.weight", "feed_forward.router.weight", "same"),
     ("mlp.experts.gate_up_proj", ("feed_forward.experts.w1", "feed_forward.experts.w3"), "transpose|split:2@1"),
     ("mlp.experts.down_proj", "feed_forward.experts.w2", "transpose"),
+    # So transformers 5 saves them, while it reads both forms.
+    ("mlp.experts.gate_up_proj", ("feed_forward.experts.w1", "feed_forward.experts.w3"), "split:2@1"),
+    ("mlp.experts.down_proj", "feed_forward.experts.w2", "same"),
 )
 
 
