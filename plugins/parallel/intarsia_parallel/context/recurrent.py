@@ -5,7 +5,7 @@
     update.carry(*inputs, documents_BS=..., **settings) -> carry      what a part does to any state that comes into it
     update.combine(earlier, later) -> carry                           what two neighbouring parts do together, one after the other
 
-A carry is a tuple of tensors whose first dimension is B. Its last element is the state at the part's end if the part is entered with the state of zeros, which is
+A carry is a tuple of tensors whose first dimension is B; what is not floating-point has no gradient. Its last element is the state at the part's end if the part is entered with the state of zeros, which is
 the beginning; where a new document begins within the part, nothing of a state that comes in may be left. For h_t = a_t h_(t-1) + b_t a carry is (product of a_t, h
 at the end from 0), and combine gives (a' a, a' h + h'). Both are differentiable, and `carry` takes parts without tokens (what it returns then is not looked at).
 Every rank gathers all carries, combines those before it, and calls `update` once, with the state that comes in. The gradient of the gather is a reduce-scatter.
@@ -13,6 +13,7 @@ Every rank gathers all carries, combines those before it, and calls `update` onc
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,11 @@ def recurrent(
         made = carry(*inputs, documents_BS=documents_BS, **settings)
         if not isinstance(made, tuple) or not made or any(x.shape[:1] != inputs[0].shape[:1] for x in made):
             raise PluginError(f"Mixer {mixer!r}: its update's `carry` must return a tuple of tensors whose first dimension is the row.")
-        carries = _gathered(made, comm)
+        if not made[-1].is_floating_point():
+            raise PluginError(
+                f"Mixer {mixer!r}: the last of its update's `carry` is the state, of a floating-point dtype, and not {made[-1].dtype}."
+            )
+        carries = _gathered(made, inputs, comm)
         state = _incoming(carries, combine, cut, crossing, comm.rank)
     outputs, _ = update(*inputs, state=state, documents_BS=documents_BS, counts_B=None, **settings)
     return connected(outputs, *itertools.chain(*carries))
@@ -71,10 +76,21 @@ def crossings(cut: SequenceCut, documents: Documents) -> list[list[bool]]:
     return result
 
 
-def _gathered(made: Carry, comm: Communicator) -> list[Carry]:
-    """Every rank's carry."""
-    columns = [gather(x[None], 0, [1] * comm.size, comm, "states").unbind(0) for x in made]
-    return list(zip(*columns, strict=True))
+def _gathered(made: Carry, inputs: tuple[Tensor, ...], comm: Communicator) -> list[Carry]:
+    """Every rank's carry. What has gradients goes as one tensor: with several, the order in which their gradients come back would differ from rank to rank."""
+    flowing = [x for x in made if x.is_floating_point()]
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in flowing])
+    packed_N = torch.cat([x.flatten().to(dtype) for x in flowing])
+    if not inputs[0].numel():
+        # What no token made is reached from the inputs all the same, so that gradients of gathers come back in one order on all ranks.
+        packed_N = connected(packed_N, *inputs)
+    packed_RN = gather(packed_N[None], 0, [1] * comm.size, comm, "states")
+    parts = [
+        part.view(comm.size, *x.shape).to(x.dtype)
+        for part, x in zip(packed_RN.split([x.numel() for x in flowing], 1), flowing, strict=True)
+    ]
+    columns = [parts.pop(0) if x.is_floating_point() else gather(x[None], 0, [1] * comm.size, comm, "states") for x in made]
+    return list(zip(*(column.unbind(0) for column in columns), strict=True))
 
 
 def _incoming(carries: list[Carry], combine: Callable[..., Carry], cut: SequenceCut, crossing: list[list[bool]], rank: int) -> Tensor:

@@ -68,7 +68,7 @@ def gated_delta_rule(
     inputs = (q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH)
     if tokens == 0:  # of no tokens the gradients are zeros, not absent
         nothing_BSH1 = sum((x if x is beta_BSH or x is decay_BSH else x.sum(-1) for x in inputs), beta_BSH).unsqueeze(-1)
-        return v_BSHV + nothing_BSH1.to(v_BSHV.dtype), kept_BHKV
+        return v_BSHV + nothing_BSH1.to(v_BSHV.dtype), kept_BHKV + nothing_BSH1.sum() + v_BSHV.sum()
     run = _chunked if form == "chunked" else _recurrent
     settings = _Settings(scale, normalise, chunk)
     segment_BS, real_BS = segments(documents_BS, counts_B), real(tokens, counts_B)

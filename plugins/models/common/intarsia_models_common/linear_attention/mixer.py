@@ -89,7 +89,7 @@ class GatedDeltaNet(nn.Module):
             scale=self.key_dim**-0.5,
             normalise=True,
             chunk=self.chunk,
-            form="chunked",
+            form="recurrent" if x_BSD.shape[1] == 1 else "chunked",
             recompute=self.recompute,
         )
         z_BSHV = self.wz(x_BSD).unflatten(-1, (-1, self.value_dim))
