@@ -58,6 +58,10 @@ def check_batch(stage: int, batch: Batch, context: Any) -> None:
         raise UsageError(
             f"engine.capture: stage {stage} was given rows of several documents; a recording serves rows of one each. Set engine.capture=False."
         )
+    if "patches_NC" in batch.extra:
+        raise UsageError(
+            f"engine.capture: stage {stage} was given images, whose sizes differ from batch to batch. Set engine.capture=False."
+        )
     if type(context) is not TrainContext:
         raise UsageError(
             f"engine.capture: stage {stage} runs with a context of type {type(context).__name__}, which depends on the batch. Set engine.capture=False."

@@ -218,7 +218,8 @@ class Step:
 
 def key_of(mode: str, batch: Batch) -> Hashable:
     """What payloads' forms may depend on: all ranks of a pipeline know it of every batch."""
-    return (mode, tuple(batch.tokens_BS.shape))
+    added = sorted((name, tuple(value.shape)) for name, value in batch.extra.items() if isinstance(value, torch.Tensor))
+    return (mode, tuple(batch.tokens_BS.shape), tuple(added))
 
 
 def compute(stages: Stages, stage: int, inputs: Any, batch: Batch, context: SequenceContext) -> Any:

@@ -108,13 +108,14 @@ class Costs:
     def of(cls, model: nn.Module, regions: Regions, sequence_tokens: int) -> Costs:
         """Two for each weight of each projection, and what mixers say of themselves (`mixing_flops_per_token`); the output projection once for each depth that the model
         predicts. A model of which nothing is known by that: its parameters."""
-        names = {name for name, _ in model.named_children()}
-        outside = [name for name in names if not any(_inside(block, name) or block == name for block in regions.blocks)]
-        first, last = ends_of(model, regions)
-        only_last = [name for name in outside if name in last and name not in first]
         blocks = tuple(flops(model.get_submodule(block), sequence_tokens) for block in regions.blocks)
-        before = sum(flops(model.get_submodule(name), sequence_tokens) for name in outside if name in first)
-        after = sum(flops(model.get_submodule(name), sequence_tokens) for name in only_last)
+        # What lies around blocks (a vision tower's ends) counts without them.
+        outside = {name: flops(child, sequence_tokens) for name, child in model.named_children()}
+        for block, cost in zip(regions.blocks, blocks, strict=True):
+            outside[block.partition(".")[0]] -= cost
+        first, last = ends_of(model, regions)
+        before = sum(cost for name, cost in outside.items() if name in first)
+        after = sum(cost for name, cost in outside.items() if name in last and name not in first)
         # Each depth of multi-token prediction multiplies by the head once more.
         head: Any = getattr(model, "head_weight_VD", None)
         after += 0.0 if head is None else getattr(model, "predicts_ahead", 0) * 2.0 * head.numel()
@@ -128,16 +129,15 @@ class Costs:
 
 
 def flops(module: nn.Module, sequence_tokens: int) -> float:
-    """FLOPs of one token's forward through a module."""
-    total = 0.0
-    for each in module.modules():
-        if isinstance(each, nn.Linear):
-            total += 2.0 * each.in_features * each.out_features
-            continue
-        mixing = getattr(each, "mixing_flops_per_token", None)
-        if mixing is not None:
-            total += float(mixing(sequence_tokens))
-    return total
+    """FLOPs of one token's forward through a module. One that does not run once for each token says so of all that is in it (`forward_flops_per_token`)."""
+    whole = getattr(module, "forward_flops_per_token", None)
+    if whole is not None:
+        return float(whole(sequence_tokens))
+    if isinstance(module, nn.Linear):
+        return 2.0 * module.in_features * module.out_features
+    mixing = getattr(module, "mixing_flops_per_token", None)
+    own = 0.0 if mixing is None else float(mixing(sequence_tokens))
+    return own + sum(flops(child, sequence_tokens) for child in module.children())
 
 
 def allowed_cuts(regions: Regions) -> list[int]:
