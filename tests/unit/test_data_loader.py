@@ -186,7 +186,8 @@ def test_ranks_without_samples_get_padding_rows(tmp_path):
     steps = [loader.next_step() for loader in loaders]
     assert [[batch.samples for batch in step] for step in steps] == [[(-1,)], [(0,)], [(1,)], [(2,)]]
     (padding,) = steps[0]
-    assert (padding.labels_BS == IGNORE).all() and (padding.tokens_BS == 999).all() and padding.extra == {"bytes": 0}
+    assert (padding.labels_BS == IGNORE).all() and (padding.tokens_BS == 999).all()
+    assert padding.extra["padding_BS"].all() and padding.extra["bytes"] == 0 and "padding_BS" not in steps[1][0].extra
     assert sorted(collect(loaders)) == [3, 4]
     assert collect(loaders) is None
 

@@ -54,7 +54,8 @@ class SequenceContext(Protocol):
     document. A context that cannot serve a kind raises UsageError naming the kind, the mixer and itself.
     A context may have an attribute `extra`, a mapping of what the loader adds to a batch: of `positions_3BS` (int64: positions in time, height and width, where they
     differ), and of media `patches_NC` (float32: N patches of C values), `grids` (frames, rows and columns of patches of each image or video, in order) and
-    `visual_BS` (int64: which visual feature stands in this token's place, -1: none). Where `patches_NC` is there it is so on every rank, with no rows where a rank has no images.
+    `visual_BS` (int64: which visual feature stands in this token's place, -1: none); `padding_BS` (bool) where some tokens only fill rows.
+    Where `patches_NC` is there it is so on every rank, with no rows where a rank has no images.
     `mixer` arguments are the mixer module's dotted name in the model, which is also its cache's key. For models that predict further ahead
     a context of training has an attribute `following_BSK` (int64): the tokens 1 to K places further on, 0 where there is none. It is absent or None else. One that
     replays what a generator's routers chose has `routes_BSLK` (int16): the K experts of each token in each of the L layers that choose, -1 where they choose themselves.

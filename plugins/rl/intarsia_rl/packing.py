@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 from intarsia.contracts import IGNORE, Batch
-from intarsia_data.batches import Row, stack
+from intarsia_data.batches import Row, padding_of, stack
 
 from intarsia_rl.contracts import Sample, Segment
 from intarsia_rl.controller.rollout import POLICY
@@ -141,7 +141,7 @@ def _stack(rows: Sequence[Sequence[Piece]], packing: Packing, numbers: Mapping[s
                 choices[row, at : at + len(chosen)] = chosen
             at = end
         lengths = [len(piece) for piece in pieces] + ([size - at] if at < size else [])
-        made.append(Row(tokens, labels, numpy.array(lengths), 0, pieces[0].number if pieces else -1))
+        made.append(Row(tokens, labels, numpy.array(lengths), 0, pieces[0].number if pieces else -1, size - at))
         places.append(tuple((piece.weighed.sample.id, piece.place) for piece in pieces))
     extra = {**{name: torch.from_numpy(values) for name, values in beside.items()}, "versions_BS": torch.from_numpy(versions)}
     extra["audit_log_probs_BS"] = torch.from_numpy(audit)
@@ -150,7 +150,9 @@ def _stack(rows: Sequence[Sequence[Piece]], packing: Packing, numbers: Mapping[s
     if choices is not None:
         extra["routes_BSLK"] = torch.from_numpy(choices)
     counted = sum(piece.count for pieces in rows for piece in pieces)
-    return dataclasses.replace(stack(made, size), extra={**extra, **numbers, "pieces": tuple(places), "count": counted})
+    return dataclasses.replace(
+        stack(made, size), extra={**extra, **padding_of(made, size), **numbers, "pieces": tuple(places), "count": counted}
+    )
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from intarsia_models_common.build import Linear, Scope, build, parameter
 from intarsia_models_common.config import LanguageModelConfig
+from intarsia_models_common.moe.joint import JointLoss
 from intarsia_models_common.moe.replay import number_layers
 from intarsia_models_common.rope import score_factor
 
@@ -51,6 +52,7 @@ class LanguageModel(nn.Module):
         self.rope = self.build_rope()
         self.layers = nn.ModuleList([build(block, self.scope_of(i)) for i, block in enumerate(config.layers)])
         number_layers(self.layers)
+        self.joint_loss = JointLoss.of(config)
         self.norm = build(config.norm, self.scope_of(None).inside("norm"))
         self.head = Linear(config.dim, config.vocab_size, config.initial_std)
         if config.tied:
@@ -86,6 +88,11 @@ class LanguageModel(nn.Module):
 
         With a `stage`, that part of it: from the tokens or what the stage before returned, to the hidden states or what the next stage takes.
         """
+        if self.joint_loss is None or (stage is None and not self.training):
+            return self._run(inputs, context, stage)
+        return self.joint_loss.around(self._run, inputs, context, stage, self.training)
+
+    def _run(self, inputs: Any, context: SequenceContext, stage: StagePart | None) -> Any:
         carry = self.enter(inputs, context) if stage is None or stage.first else inputs
         shared = self.shared(context)
         for name in [f"layers.{i}" for i in range(len(self.layers))] if stage is None else stage.blocks:

@@ -22,7 +22,7 @@ from intarsia.config import Recipe
 from intarsia.contracts import IGNORE, Batch, Run, StateItem, Tokenizer
 from intarsia.errors import CheckpointError, UsageError
 from intarsia.hooks import undisturbed
-from intarsia_data.batches import Row, stack
+from intarsia_data.batches import Row, padding_of, stack
 from intarsia_data.order import key_of, mix
 from intarsia_data.store import TokenStore, open_store
 
@@ -211,9 +211,9 @@ class PreferencesLoader:
                 lengths.append(len(document))
                 at = end
             lengths += [self._row - at] if at < self._row else []
-            made.append(Row(ids, labels, numpy.array(lengths), 0, numbers[row[0][0]] if row else -1))
+            made.append(Row(ids, labels, numpy.array(lengths), 0, numbers[row[0][0]] if row else -1, self._row - at))
         batch = stack(made, self._row)
-        extra = {"sides_BS": torch.from_numpy(sides_BS), "pairs": tuple(numbers[pair] for pair in here)}
+        extra = {"sides_BS": torch.from_numpy(sides_BS), "pairs": tuple(numbers[pair] for pair in here), **padding_of(made, self._row)}
         return dataclasses.replace(batch, extra=extra)
 
     # ------------------------------------------------------------ the reference

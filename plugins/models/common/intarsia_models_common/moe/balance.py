@@ -6,7 +6,8 @@ All losses are sums over tokens: the trainer divides by the step's number of tok
     sequence   the same within each sequence       (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20)
     z          sum of logsumexp(logits)^2          (ST-MoE, arXiv 2202.08906)
 
-f has no gradient, so that only its counts cross ranks; each rank adds the share of its own tokens' probabilities.
+f has no gradient, so that only its counts cross ranks; each rank adds the share of its own tokens' probabilities. Tokens of padding are left out of all of them. The loss of all layers
+together is `joint`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,17 @@ FURTHER = 3
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """How the N tokens of a call lie: `rows` of equal length, one after the other; `documents_BS` numbers documents within each row (None: each row is one)."""
+    """How the N tokens of a call lie: `rows` of equal length, one after the other; `documents_BS` numbers documents within each row (None: each row is one); `padding_BS` says which
+    tokens are padding (None: none)."""
 
     rows: int
     documents_BS: Tensor | None = None
+    padding_BS: Tensor | None = None
+
+    @property
+    def keep_N(self) -> Tensor | None:
+        """1 for tokens that count, 0 for padding, float32; None: all count."""
+        return None if self.padding_BS is None else (~self.padding_BS).flatten().float()
 
 
 def is_recomputed() -> bool:
@@ -54,21 +62,27 @@ def _(counters: Tensor, counts_E: Tensor, scores_NE: Tensor, dropped: Tensor | N
     return None
 
 
-def z_loss(logits_NE: Tensor) -> Tensor:
+def z_loss(logits_NE: Tensor, keep_N: Tensor | None = None) -> Tensor:
     """The sum over tokens of logsumexp(logits)^2."""
-    return torch.logsumexp(logits_NE, -1).square().sum()
+    squares_N = torch.logsumexp(logits_NE, -1).square()
+    return squares_N.sum() if keep_N is None else (squares_N * keep_N).sum()
 
 
-def balance_loss(probabilities_NE: Tensor, experts_NK: Tensor) -> Tensor:
+def statistics(probabilities_NE: Tensor, experts_NK: Tensor, keep_N: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs of each expert, the sum of its probabilities (which are 0 for padding), and how many tokens count."""
+    tokens, k = experts_NK.shape
+    each_N = probabilities_NE.new_ones(()).expand(tokens) if keep_N is None else keep_N.to(probabilities_NE.dtype)
+    pairs_E = probabilities_NE.new_zeros(probabilities_NE.shape[1])
+    pairs_E = pairs_E.scatter_add_(0, experts_NK.flatten(), each_N[:, None].expand(-1, k).flatten())
+    return pairs_E, probabilities_NE.sum(0), each_N.sum()
+
+
+def balance_loss(probabilities_NE: Tensor, experts_NK: Tensor, keep_N: Tensor | None = None) -> Tensor:
     """This rank's share of T E sum f_e P_e, T being the tokens of the micro-batch on all ranks that share the data."""
-    tokens, experts = probabilities_NE.shape
-    ones = probabilities_NE.new_ones(()).expand(experts_NK.numel())
-    counts = torch.cat(
-        [probabilities_NE.new_zeros(experts).scatter_add_(0, experts_NK.flatten(), ones), ones.new_full((1,), float(tokens))]
-    )
-    counts = logical.sum(counts, ("sequence", "batch"))
+    pairs_E, mass_E, tokens = statistics(probabilities_NE, experts_NK, keep_N)
+    counts = logical.sum(torch.cat([pairs_E, tokens.view(1)]).detach(), ("sequence", "batch"))
     fraction_E = counts[:-1] / (counts[-1].clamp_min(1) * experts_NK.shape[1])
-    return experts * (probabilities_NE.sum(0) * fraction_E).sum()
+    return pairs_E.shape[0] * (mass_E * fraction_E).sum()
 
 
 def sequence_loss(probabilities_NE: Tensor, experts_NK: Tensor, where: Sequences) -> Tensor:
@@ -76,8 +90,9 @@ def sequence_loss(probabilities_NE: Tensor, experts_NK: Tensor, where: Sequences
     experts, k = probabilities_NE.shape[1], experts_NK.shape[1]
     which_N, sequences = _sequences(where, probabilities_NE)
     index = (which_N[:, None] * experts + experts_NK).flatten()
-    ones = probabilities_NE.new_ones(()).expand(index.shape)
-    counts_QE = probabilities_NE.new_zeros(sequences * experts).scatter_add_(0, index, ones).view(sequences, experts)
+    each_N = probabilities_NE.new_ones(()).expand(len(which_N)) if where.keep_N is None else where.keep_N.to(probabilities_NE.dtype)
+    each_NK = each_N[:, None].expand(-1, k).flatten()
+    counts_QE = probabilities_NE.new_zeros(sequences * experts).scatter_add_(0, index, each_NK).view(sequences, experts)
     counts_QE = logical.sum(counts_QE, ("sequence",))
     tokens_Q1 = (counts_QE.sum(-1, keepdim=True) / k).clamp_min(1)
     mass_QE = probabilities_NE.new_zeros(sequences, experts).index_add(0, which_N, probabilities_NE)

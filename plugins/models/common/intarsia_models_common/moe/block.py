@@ -50,7 +50,8 @@ class MoE(nn.Module):
 
     def _computed(self, x_BSD: Tensor, context: SequenceContext | None) -> Tensor:
         x_ND = x_BSD.flatten(0, -2)
-        where = Sequences(x_BSD.shape[0] if x_BSD.dim() > 2 else 1, self._documents(context))
+        padding_BS = (getattr(context, "extra", None) or {}).get("padding_BS")
+        where = Sequences(x_BSD.shape[0] if x_BSD.dim() > 2 else 1, self._documents(context), self._own_part(padding_BS))
         forced_NK = self._forced(context, x_ND)
         routed = self.router(x_ND, where) if forced_NK is None else self.router(x_ND, where, forced_NK)
         replay.record(self.route_number, routed.experts_NK)

@@ -31,6 +31,11 @@ class RouterConfig(ComponentConfig):
     balance_loss: float = chz.field(
         default=0.0, doc="Coefficient of the auxiliary loss over the batch, in units of the loss for a token.", metadata={"computes": False}
     )
+    joint_loss: float = chz.field(
+        default=0.0,
+        doc="Coefficient of the auxiliary loss over the batch and over all layers that have it together, whose value is top_k where experts are balanced (Mixtral, Qwen).",
+        metadata={"computes": False},
+    )
     sequence_loss: float = chz.field(
         default=0.0, doc="Coefficient of the auxiliary loss within each sequence.", metadata={"computes": False}
     )
@@ -51,7 +56,7 @@ class RouterConfig(ComponentConfig):
             raise UsageError(
                 f"router.top_k = {self.top_k}: a token goes to at least 1 and at most router.experts = {self.experts} experts."
             )
-        for field in ("balance_loss", "sequence_loss", "z_loss", "scale"):
+        for field in ("balance_loss", "joint_loss", "sequence_loss", "z_loss", "scale"):
             check_between(f"router.{field}", getattr(self, field), 0)
         check_between("router.jitter", self.jitter, 0, 1)
         if self.bias_rate is not None:

@@ -18,7 +18,7 @@ from intarsia.contracts import Init
 from torch import Tensor, nn
 
 from intarsia_models_common.build import Scope, parameter
-from intarsia_models_common.moe import balance
+from intarsia_models_common.moe import balance, joint
 from intarsia_models_common.moe.balance import Sequences
 from intarsia_models_common.moe.config import (
     ForcedBalancedRouterConfig,
@@ -129,24 +129,33 @@ class Router(nn.Module):
 
     def _with_losses(self, weights_NK: Tensor, logits_NE: Tensor, scores_NE: Tensor, experts_NK: Tensor, where: Sequences) -> Tensor:
         config = self.settings
+        keep_N = where.keep_N
         probabilities_NE = scores_NE
-        if self.scoring == "sigmoid" and (config.balance_loss or config.sequence_loss):
+        if self.scoring == "sigmoid" and (config.balance_loss or config.sequence_loss or config.joint_loss):
             probabilities_NE = scores_NE / (scores_NE.sum(-1, keepdim=True) + 1e-20)
+        if keep_N is not None:
+            probabilities_NE = probabilities_NE * keep_N[:, None]
         if config.balance_loss:
-            value = config.balance_loss * balance.balance_loss(probabilities_NE, experts_NK)
+            value = config.balance_loss * balance.balance_loss(probabilities_NE, experts_NK, keep_N)
             weights_NK = self._add_loss(weights_NK, "balance_loss", value)
+        if config.joint_loss:
+            weights_NK = self._add_joint(weights_NK, *balance.statistics(probabilities_NE, experts_NK, keep_N))
         if config.sequence_loss:
-            where = where if config.sequence == "document" else Sequences(where.rows)
+            where = where if config.sequence == "document" else dataclasses.replace(where, documents_BS=None)
             value = config.sequence_loss * balance.sequence_loss(probabilities_NE, experts_NK, where)
             weights_NK = self._add_loss(weights_NK, "sequence_loss", value)
         if config.z_loss:
-            weights_NK = self._add_loss(weights_NK, "z_loss", config.z_loss * balance.z_loss(logits_NE))
+            weights_NK = self._add_loss(weights_NK, "z_loss", config.z_loss * balance.z_loss(logits_NE, keep_N))
         return weights_NK
 
     # Left out of compiled code, which would be compiled anew for the name of every layer.
     @torch.compiler.disable
     def _add_loss(self, weights_NK: Tensor, name: str, value: Tensor) -> Tensor:
         return logical.add_loss(weights_NK, f"moe.{self.label}.{name}", value)
+
+    @torch.compiler.disable
+    def _add_joint(self, weights_NK: Tensor, pairs_E: Tensor, mass_E: Tensor, tokens: Tensor) -> Tensor:
+        return joint.add(weights_NK, pairs_E, mass_E, tokens)
 
 
 class SoftmaxRouter(Router):
