@@ -342,7 +342,9 @@ class ModelConformance(Conformance):
         seen_BSD = outputs(model, tokens_BS, LENGTHS, media)
         none = {**text, "patches_NC": patches_NC[:0], "grids": (), "visual_BS": torch.full_like(visual_BS, -1)}
         blind_BSD = outputs(model, tokens_BS, LENGTHS, none)
-        self._close("media", blind_BSD, outputs(model, tokens_BS, LENGTHS, text), "no images give something else than text alone")
+        self._close(
+            "media", blind_BSD.detach(), outputs(model, tokens_BS, LENGTHS, text).detach(), "no images give something else than text alone"
+        )
         keep("media", not torch.equal(seen_BSD, blind_BSD), "images change nothing.")
         blind_BSD.sum().backward()
         heads = (model.head_weight_VD,)
