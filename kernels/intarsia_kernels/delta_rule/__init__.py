@@ -1,0 +1,1 @@
+"""Kernels for linear attention: the gated delta rule and the short convolution before it."""

@@ -1,0 +1,63 @@
+"""How the kernels of the gated delta rule are cut, by dtype and width. `benchmarks/delta_rule.py --tune` measures others on the GPU at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+
+import torch
+
+WIDTHS = (64, 128, 256)
+"""Widths of keys and of values that the kernels take."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Columns of values (or keys, in `prepare`) that a program takes at a time, its warps, and how many loads of a loop are under way at once. `resident`: programs of a multiprocessor, where
+    their number is free."""
+
+    block: int
+    warps: int
+    stages: int
+    resident: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One cut for each kernel, and tokens of a chunk."""
+
+    chunk: int
+    prepare: Cut
+    forward: Cut
+    backward: Cut
+    gradients: Cut
+
+
+NARROW = {
+    64: Settings(64, Cut(64, 4, 1), Cut(64, 4, 2), Cut(64, 4, 2), Cut(64, 4, 1)),
+    128: Settings(64, Cut(128, 4, 1), Cut(128, 8, 2), Cut(128, 8, 2), Cut(64, 8, 1)),
+    256: Settings(64, Cut(128, 4, 1), Cut(64, 8, 1), Cut(64, 8, 1), Cut(32, 8, 1)),
+}
+"""For 16-bit inputs, by the width of keys."""
+WIDE = {
+    64: Settings(32, Cut(64, 4, 1), Cut(64, 4, 1), Cut(64, 4, 1), Cut(32, 4, 1)),
+    128: Settings(32, Cut(64, 4, 1), Cut(32, 4, 1), Cut(32, 4, 1), Cut(32, 4, 1)),
+    256: Settings(32, Cut(64, 4, 1), Cut(32, 8, 1), Cut(32, 8, 1), Cut(16, 8, 1)),
+}
+"""For float32."""
+_measured: dict[int, Settings] = {}
+"""What a benchmark puts in the place of the above, by width."""
+
+
+def settings(dtype: torch.dtype, width: int) -> Settings:
+    """How to cut, for inputs of a dtype and keys of a width."""
+    return _measured.get(width) or (WIDE if dtype == torch.float32 else NARROW)[width]
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Of a GPU; under Triton's interpreter a few."""
+    if "TRITON_INTERPRET" in os.environ or not torch.cuda.is_available():
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
