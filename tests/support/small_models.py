@@ -10,6 +10,7 @@ from intarsia.plugins import current
 from intarsia_deepseek_v3.config import DeepSeekV3Config, deepseek_v3, v3_router
 from intarsia_llama3.config import Llama3Config, llama3
 from intarsia_models_common.config import MLAConfig, RopeConfig
+from intarsia_models_common.linear_attention.config import GatedDeltaNetConfig
 
 
 def dense(window: int | None = None, softcap: float | None = None, **changes: Any) -> Llama3Config:
@@ -21,6 +22,13 @@ def dense(window: int | None = None, softcap: float | None = None, **changes: An
     first, second = model.layers
     attention = chz.replace(second.attention, window=window, sinks=True, softcap=softcap)
     return chz.replace(model, layers=(first, chz.replace(second, attention=attention)))
+
+
+def hybrid(chunk: int = 64, **changes: Any) -> Llama3Config:
+    """Three layers of Gated DeltaNet and one of attention."""
+    model = dense(layers=4, **changes)
+    mixer = GatedDeltaNetConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=6, chunk=chunk)
+    return chz.replace(model, layers=(*(chz.replace(block, attention=mixer) for block in model.layers[:3]), model.layers[3]))
 
 
 def experts(**changes: Any) -> DeepSeekV3Config:

@@ -278,21 +278,20 @@ def test_an_update_that_fails_serves_nothing_or_the_old_weights():
 
 
 def test_kinds_that_are_not_served_are_refused_by_name():
-    class Recurrence(nn.Module):
+    class Indexed(nn.Module):
         def cache_spec(self) -> MixerSpec:
-            return MixerSpec("recurrent", (CacheSpec("state", "state", (4,), "float32"),))
+            return MixerSpec("indexed", (CacheSpec("index", "paged", (4,), "float32"),))
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.mixer = Recurrence()
+            self.mixer = Indexed()
 
-    with pytest.raises(UsageError, match=r"Mixer 'mixer' asks for a context of kind 'recurrent' which PagedContext"):
+    with pytest.raises(UsageError, match=r"Mixer 'mixer' asks for a context of kind 'indexed' which PagedContext"):
         specs_of(Model())
     made = engine(model("softmax"))
-    for kind in ("recurrent", "indexed"):
-        with pytest.raises(UsageError, match=f"kind '{kind}'"):
-            getattr(made.context, kind)("layers.0.attention", "state", None)
+    with pytest.raises(UsageError, match="kind 'indexed'"):
+        made.context.indexed("layers.0.attention")
 
 
 def test_sizes_follow_from_bytes_and_are_refused_where_nothing_fits():

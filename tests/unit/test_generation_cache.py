@@ -185,7 +185,7 @@ class Mixing(nn.Module):
         return self.spec
 
 
-@pytest.mark.parametrize("kind,storage", [("recurrent", "state"), ("indexed", "paged"), ("softmax", "state")])
+@pytest.mark.parametrize("kind,storage", [("recurrent", "paged"), ("indexed", "paged"), ("softmax", "state")])
 def test_kinds_that_are_not_served_are_refused_by_name(kind, storage):
     model = nn.Module()
     model.mixing = Mixing(MixerSpec(kind, (CacheSpec("c", storage, (4,), "float32"),)))

@@ -1,4 +1,4 @@
-"""The sequence side of generation: keys and values of what was seen stay, and new tokens attend to them.
+"""The sequence side of generation: keys and values of what was seen stay, and new tokens attend to them; of recurrences a state for each sequence stays.
 
 Shape suffixes: B sequences, S new tokens, T slots of a cache, H query heads, K key/value heads, D head dim, C width of a latent.
 """
@@ -14,8 +14,23 @@ from intarsia.contracts import CacheSpec, Mixer, MixerSpec
 from intarsia.errors import PluginError, UsageError, did_you_mean
 from torch import Tensor, nn
 
-SERVED = ("softmax", "latent")
+SERVED = {"softmax": "paged", "latent": "paged", "recurrent": "state"}
+"""Kinds of mixers, and how what they keep is stored."""
 FIRST_SLOTS = 64
+
+
+SERVES = "softmax and latent mixers with paged caches, recurrent ones with states"
+
+
+def state_spec(mixer: str, cache: str, spec: MixerSpec) -> CacheSpec:
+    """The state of this name that a mixer declares. PluginError where there is none."""
+    for each in spec.caches:
+        if each.name == cache:
+            return each
+    names = [each.name for each in spec.caches]
+    raise PluginError(
+        f"Mixer {mixer!r} calls recurrent() for a state {cache!r}, which its cache_spec() does not have. {did_you_mean(cache, names)}"
+    )
 
 
 class Slots:
@@ -48,7 +63,8 @@ class CacheContext:
     """A SequenceContext that keeps caches for B sequences of different lengths, each beginning at position 0. Stability: provisional.
 
     `begin(counts)` announces new tokens, then the model is called once on them: row b has `counts[b]` tokens, padded on the right to the longest.
-    `select(rows)` keeps, drops, repeats and reorders sequences. It serves softmax and latent mixers and refuses a model with others, by name.
+    `select(rows)` keeps, drops, repeats and reorders sequences. It serves softmax and latent mixers with paged caches, and recurrent ones with states, and refuses a model with others, by
+    name. States are advanced by a row's own tokens alone, whatever it is padded with.
 
     Arguments: `chunk` is the most new tokens at once; it bounds the caches of windowed mixers.
     """
@@ -63,10 +79,13 @@ class CacheContext:
         }
         self._slots: dict[int | None, Slots] = {}
         self._caches: dict[tuple[str, str], Tensor] = {}
+        # By mixer and cache, [B, ...]; absent before the first tokens.
+        self._states: dict[tuple[str, str], Tensor] = {}
+        self._counts_B: Tensor | None = None
         for mixer, spec in self._specs.items():
-            if spec.kind not in SERVED or any(cache.storage != "paged" for cache in spec.caches):
+            if spec.kind not in SERVED or any(cache.storage != SERVED[spec.kind] for cache in spec.caches):
                 self._refuse(spec.kind, mixer)
-            for cache in spec.caches:
+            for cache in spec.caches if spec.kind != "recurrent" else ():
                 limit = None if cache.window is None else cache.window + chunk - 1
                 self._slots.setdefault(cache.window, Slots(rows, limit, device))
                 self._caches[mixer, cache.name] = torch.empty((rows, 0, *cache.shape), dtype=getattr(torch, cache.dtype), device=device)
@@ -82,7 +101,9 @@ class CacheContext:
         starts = torch.tensor(self.lengths, device=self.device)
         offsets_S = torch.arange(width, device=self.device)
         self.positions_BS = starts[:, None] + offsets_S
-        valid_BS = offsets_S < torch.tensor(counts, device=self.device)[:, None]
+        counts_B = torch.tensor(list(counts), device=self.device)
+        self._counts_B = None if min(counts) == width else counts_B
+        valid_BS = offsets_S < counts_B[:, None]
         end = max(self.lengths) + width
         # Nothing was there before: plain causal attention over the new tokens, the fast path of every kernel. Padding comes last, so that no token sees it.
         self._fresh = not any(self.lengths)
@@ -99,10 +120,11 @@ class CacheContext:
         for slots in self._slots.values():
             slots.positions_BT = slots.positions_BT.index_select(0, index)
         self._caches = {key: cache.index_select(0, index) for key, cache in self._caches.items()}
+        self._states = {key: state.index_select(0, index) for key, state in self._states.items()}
 
     def cache_bytes(self) -> int:
-        """What the caches occupy."""
-        return sum(cache.numel() * cache.element_size() for cache in self._caches.values())
+        """What caches and states occupy."""
+        return sum(kept.numel() * kept.element_size() for kept in (*self._caches.values(), *self._states.values()))
 
     def softmax(
         self,
@@ -147,8 +169,11 @@ class CacheContext:
         return attend(latent_BTC, positions_BT, positions_BT.clamp(max=0), **settings)
 
     def recurrent(self, mixer: str, cache: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
-        """Refused."""
-        self._refuse("recurrent", mixer)
+        """A recurrence goes on from each sequence's state, by its own new tokens."""
+        spec = state_spec(mixer, cache, self._spec(mixer, "recurrent"))
+        outputs, after = update(*inputs, state=self._states.get((mixer, cache)), documents_BS=None, counts_B=self._counts_B, **settings)
+        self._states[mixer, cache] = after.to(getattr(torch, spec.dtype))
+        return outputs
 
     def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
         """Refused."""
@@ -176,6 +201,6 @@ class CacheContext:
 
     def _refuse(self, kind: str, mixer: str) -> NoReturn:
         raise UsageError(
-            f"Mixer {mixer!r} asks for a context of kind {kind!r} which {type(self).__name__} does not serve (it serves {', '.join(SERVED)} with "
-            "paged caches), so this model cannot generate here."
+            f"Mixer {mixer!r} asks for a context of kind {kind!r} which {type(self).__name__} does not serve with the caches that it declares (it serves {SERVES}), so this model "
+            "cannot generate here."
         )

@@ -19,7 +19,7 @@ from intarsia_rl.weights.fill import fill, filled_version
 from torch import nn
 
 from intarsia_generation.engine.config import LocalConfig
-from intarsia_generation.engine.context import block_bytes, specs_of
+from intarsia_generation.engine.context import block_bytes, specs_of, state_bytes
 from intarsia_generation.engine.engine import Engine, Sizes
 from intarsia_generation.engine.generator import LocalGenerator
 from intarsia_generation.engine.routes import has_routers
@@ -39,6 +39,7 @@ def build(config: LocalConfig, context: GeneratorContext) -> LocalGenerator:
     selection = kernels_of(config, context, device, dtype)
     model = build_model(recipe, plugins, device, getattr(torch, dtype))
     if context.invariant:
+        refuse_states(model)
         make_plain(model)
     sizes = sizes_of(config, model, recipe.model.max_positions, device)
     engine = Engine(
@@ -86,10 +87,21 @@ def make_plain(model: nn.Module) -> None:
             cast(Any, module).form = "plain"
 
 
+def refuse_states(model: nn.Module) -> None:
+    """UsageError for a model with a recurrence: its sums depend on where chunks begin."""
+    for mixer, spec in specs_of(model).items():
+        if spec.kind == "recurrent":
+            raise UsageError(
+                f"The generator cannot be batch-invariant: mixer {mixer!r} is a recurrence, which a trainer computes in other chunks than a generator does, and so with other "
+                "roundings. Turn the mode off, or use a model without it."
+            )
+
+
 def sizes_of(config: LocalConfig, model: nn.Module, positions: int, device: torch.device) -> Sizes:
     """Numbers for what the settings leave open. UsageError where the caches could not hold a request."""
     wanted = min(config.max_tokens or positions, positions)
-    one = block_bytes(specs_of(model), config.block)
+    specs = specs_of(model)
+    one, states = block_bytes(specs, config.block), state_bytes(specs) * config.max_sequences
     all_full = config.max_sequences * -(-wanted // config.block)
     if config.blocks is not None:
         blocks = config.blocks
@@ -97,10 +109,13 @@ def sizes_of(config: LocalConfig, model: nn.Module, positions: int, device: torc
         room = config.cache_bytes or (
             CPU_CACHE_BYTES if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
         )
-        blocks = min(all_full, room // max(1, one))
+        blocks = min(all_full, max(0, room - states) // max(1, one))
     if blocks * config.block < 2:
         raise UsageError(
-            f"The generator's caches hold {blocks} blocks of {config.block} tokens ({one} bytes each): no request fits. Raise generator.cache_bytes."
+            f"The generator's caches hold {blocks} blocks of {config.block} tokens ({one} bytes each)"
+            + (f" beside {states} bytes of states" if states else "")
+            + ": no request fits. Raise generator.cache_bytes"
+            + (", or lower generator.max_sequences." if states else ".")
         )
     return Sizes(
         block=config.block,

@@ -19,16 +19,15 @@ from intarsia.contracts import CacheSpec, Mixer, MixerSpec
 from intarsia.errors import PluginError, UsageError, did_you_mean
 from torch import Tensor, nn
 
+from intarsia_generation.cache import SERVED, SERVES, state_spec
 from intarsia_generation.engine.scheduler import Chunk
-
-SERVED = ("softmax", "latent")
 
 
 def specs_of(model: nn.Module) -> dict[str, MixerSpec]:
     """The mixers of a model and what they ask for. UsageError, naming kind and mixer, for what this generator does not serve."""
     specs = {name: module.cache_spec() for name, module in model.named_modules() if isinstance(module, Mixer)}
     for mixer, spec in specs.items():
-        if spec.kind not in SERVED or any(cache.storage != "paged" for cache in spec.caches):
+        if spec.kind not in SERVED or any(cache.storage != SERVED[spec.kind] for cache in spec.caches):
             refuse(spec.kind, mixer)
     return specs
 
@@ -36,22 +35,31 @@ def specs_of(model: nn.Module) -> dict[str, MixerSpec]:
 def refuse(kind: str, mixer: str) -> NoReturn:
     """What this generator does not serve."""
     raise UsageError(
-        f"Mixer {mixer!r} asks for a context of kind {kind!r} which PagedContext of the generator `local` does not serve (it serves {', '.join(SERVED)} with paged caches), so this "
-        "model cannot generate here."
+        f"Mixer {mixer!r} asks for a context of kind {kind!r} which PagedContext of the generator `local` does not serve with the caches that it declares (it serves {SERVES}), so "
+        "this model cannot generate here."
     )
 
 
 def block_bytes(specs: dict[str, MixerSpec], size: int) -> int:
-    """What one block of all caches occupies."""
-    caches = [cache for spec in specs.values() for cache in spec.caches]
-    return size * sum(getattr(torch, cache.dtype).itemsize * torch.Size(cache.shape).numel() for cache in caches)
+    """What one block of all paged caches occupies."""
+    return size * _entry_bytes(specs, "paged")
+
+
+def state_bytes(specs: dict[str, MixerSpec]) -> int:
+    """What all states of one sequence occupy."""
+    return _entry_bytes(specs, "state")
+
+
+def _entry_bytes(specs: dict[str, MixerSpec], storage: str) -> int:
+    caches = [cache for spec in specs.values() for cache in spec.caches if cache.storage == storage]
+    return sum(getattr(torch, cache.dtype).itemsize * torch.Size(cache.shape).numel() for cache in caches)
 
 
 @dataclasses.dataclass
 class Group:
     """Sequences with equally many new tokens: R sequences of S tokens, `first` to `last` of the line.
 
-    `tables_RW` are their blocks, None where nothing was there before: then the new tokens are all that they see. `kept` holds, by window, which blocks are read and the positions of what is in them.
+    `rows_R` are their places among all sequences. `tables_RW` are their blocks, None where nothing was there before: then the new tokens are all that they see, and states begin. `kept` holds, by window, which blocks are read and the positions of what is in them.
     """
 
     sequences: int
@@ -59,6 +67,7 @@ class Group:
     first: int
     last: int
     positions_RS: Tensor
+    rows_R: Tensor
     tables_RW: Tensor | None
     kept: dict[int | None, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
 
@@ -72,6 +81,8 @@ class PagedContext:
 
     Arguments: `count` blocks of `size` tokens (and block 0, which belongs to nobody), tables for `sequences` of at most `longest` tokens. `narrow`: of a cache with a window only blocks are read that
     hold some of it; otherwise all, so that entry t lies at t whatever the window.
+
+    Recurrent mixers have a state for each of `sequences`. A sequence that begins at token 0 begins with no state, whatever was kept in its place before.
     """
 
     positions_BS: Tensor
@@ -92,6 +103,7 @@ class PagedContext:
         self._specs = specs
         # Taken when a mixer first writes: what predicts further ahead than the next token does not run here.
         self._caches: dict[tuple[str, str], Tensor] = {}
+        self._states: dict[tuple[str, str], Tensor] = {}
         self._blocks = count + 1
         self._tables = torch.zeros((sequences, -(-longest // size)), dtype=torch.int64)
         self._filled = [0] * sequences
@@ -103,6 +115,7 @@ class PagedContext:
     def clear(self) -> None:
         """Zeros everywhere: numbers that are not finite would spoil sums even where their weight is 0."""
         self._caches.clear()
+        self._states.clear()
 
     # ------------------------------------------------------------ announcing tokens
 
@@ -145,12 +158,12 @@ class PagedContext:
             members = list(alike)
             last = first + size * len(members)
             tables_RW = None
+            rows_R = torch.tensor([chunk.job.row for chunk in members], dtype=torch.int64)
             if not is_fresh:
                 width = max(-(-chunk.end // self.size) for chunk in members)
-                rows = torch.tensor([chunk.job.row for chunk in members], dtype=torch.int64)
                 # Behind a row's own blocks stands block 0, which holds zeros, at positions that causality hides.
-                tables_RW = self._tables[rows, :width].to(self.device)
-            yield Group(len(members), size, first, last, positions_N[first:last].view(-1, size), tables_RW)
+                tables_RW = self._tables[rows_R, :width].to(self.device)
+            yield Group(len(members), size, first, last, positions_N[first:last].view(-1, size), rows_R.to(self.device), tables_RW)
             first = last
 
     # ------------------------------------------------------------ what mixers call
@@ -209,8 +222,21 @@ class PagedContext:
         return attend(_joined(parts)[None], _joined(positions)[None], None, **settings)
 
     def recurrent(self, mixer: str, cache: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
-        """Refused."""
-        refuse("recurrent", mixer)
+        """A recurrence goes on from each sequence's state, by its own new tokens."""
+        spec = state_spec(mixer, cache, self._spec(mixer, "recurrent"))
+        lines = [x.flatten(0, 1) for x in inputs]
+        out = []
+        for group in self._groups:
+            some = [x[group.first : group.last].unflatten(0, (group.sequences, group.tokens)) for x in lines]
+            kept = self._states.get((mixer, cache))
+            state = None if group.tables_RW is None or kept is None else kept.index_select(0, group.rows_R)
+            y, after = update(*some, state=state, documents_BS=None, counts_B=None, **settings)
+            if kept is None:
+                kept = after.new_zeros((len(self._owners), *spec.shape), dtype=getattr(torch, spec.dtype))
+                self._states[mixer, cache] = kept
+            kept.index_copy_(0, group.rows_R, after.to(kept.dtype))
+            out.append(y.flatten(0, 1))
+        return _joined(out).unflatten(0, inputs[0].shape[:2])
 
     def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
         """Refused."""

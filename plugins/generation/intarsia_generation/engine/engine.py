@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
 import threading
 import time
@@ -21,10 +22,12 @@ from torch import Tensor, nn
 
 from intarsia_generation.engine.blocks import BlockPool
 from intarsia_generation.engine.chosen import Row, decide, rows_of
-from intarsia_generation.engine.context import PagedContext, arrangement, specs_of
+from intarsia_generation.engine.context import PagedContext, arrangement, specs_of, state_bytes
 from intarsia_generation.engine.request import Job
 from intarsia_generation.engine.routes import RouteCache, routes_of
 from intarsia_generation.engine.scheduler import Chunk, Scheduler
+
+logger = logging.getLogger("intarsia.generation")
 
 _KERNELS = threading.Lock()
 """Kernels are in force for a process: several generators of one take turns."""
@@ -65,9 +68,14 @@ class Engine:
         self._fill, self._filled = fill, filled
         self.version: int | None = None
         self.pool = BlockPool(sizes.blocks, sizes.block)
-        self.scheduler = Scheduler(self.pool, sizes.max_sequences, sizes.max_batch_tokens, sizes.prefix_cache, self._note_routes)
+        specs = specs_of(model)
+        # A block can be read by another request; a state is that behind a request's last token, and of no other use.
+        shares = sizes.prefix_cache and not state_bytes(specs)
+        if sizes.prefix_cache and not shares:
+            logger.info("The prefix cache is off: %s keeps states, of which no past one is there to begin from", type(model).__name__)
+        self.scheduler = Scheduler(self.pool, sizes.max_sequences, sizes.max_batch_tokens, shares, self._note_routes)
         self.context = PagedContext(
-            specs_of(model),
+            specs,
             device,
             count=sizes.blocks,
             size=sizes.block,

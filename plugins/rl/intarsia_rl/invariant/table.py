@@ -42,6 +42,7 @@ def _cuda(op: str, why: str, kernel: str = REFERENCE, **environment: str) -> Row
 
 _ROW_BY_ROW = "Each row or element by itself, by exact roundings and functions that do not depend on where it lies."
 _BY_LINEAR = "By what is in force for linear."
+_SEGMENTS = "Each segment by itself, in products whose shapes are its own."
 _REFUSED = "intarsia-rl:gated_delta_rule/refused"
 _NONE = "Refused: its sums depend on where in a chunk a token lies. No component of this table calls it."
 
@@ -56,6 +57,8 @@ ROWS = (
     _cpu("sigmoid_gate", "By the exponential, as swiglu."),
     _cpu("rms_norm", "torch sums each row by itself and in one order (rows of fewer than 32768 columns).", REFERENCE),
     _cpu("offset_rms_norm", "As rms_norm.", REFERENCE),
+    _cpu("layer_norm", "torch computes each row by itself.", REFERENCE),
+    _cpu("segment_attention", _SEGMENTS, REFERENCE),
     _cpu("rope", _ROW_BY_ROW, REFERENCE),
     _cpu("embedding", "A copy.", REFERENCE),
     _cpu("permute", "A copy.", REFERENCE),
@@ -90,6 +93,8 @@ ROWS = (
     _cuda("rms_norm", "torch's fused norm: a program for each row."),
     _cuda("offset_rms_norm", "As rms_norm."),
     _cuda("sigmoid_gate", _ROW_BY_ROW),
+    _cuda("layer_norm", "torch computes each row by itself."),
+    _cuda("segment_attention", _SEGMENTS),
     _cuda("rope", _ROW_BY_ROW),
     _cuda("embedding", "A copy."),
     _cuda("permute", "A copy."),
