@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from intarsia.contracts import Message
+from intarsia.contracts import Message, ToolSpec
 from intarsia.errors import UsageError, did_you_mean
-from intarsia_data.tokenizer import is_trained
+from intarsia_data.tokenizer import encode_parts, is_trained
 from tokenizers import Tokenizer
 
 from intarsia_huggingface.config import TokenizerJsonConfig
@@ -20,7 +20,7 @@ class TokenizerJson:
     """The tokenizer in a file, with the special tokens that the config or `tokenizer_config.json` names.
 
     Special tokens in a document's text are text and never become special ids. In a conversation only `turn_start` and `turn_end` are read with
-    special tokens. `byte_lengths` (bytes of text for each id) is there for byte-level tokenizers, else None.
+    special tokens. `byte_lengths` (bytes of text for each id) is there for byte-level tokenizers, else None. `special_ids` are the special tokens' ids by their text.
     """
 
     def __init__(self, config: TokenizerJsonConfig):
@@ -45,6 +45,12 @@ class TokenizerJson:
         self.bos_id = self._special("bos", config.bos, beside.get("bos_token"))
         self.eos_id = self._special("eos", config.eos, beside.get("eos_token"))
         self.pad_id = self._special("pad", config.pad, beside.get("pad_token"))
+        added = self._plain.get_added_tokens_decoder()
+        self.special_ids = {
+            token.content: number
+            for number, token in sorted(added.items())
+            if token.special or number in (self.bos_id, self.eos_id, self.pad_id)
+        }
         self.byte_lengths = _byte_lengths(json.loads(content), self._plain, self.vocab_size)
         settings = (self.bos_id, self.eos_id, config.turn_start, config.turn_end, config.roles)
         self._fingerprint = hashlib.blake2b(content + repr(settings).encode(), digest_size=16).hexdigest()
@@ -74,20 +80,28 @@ class TokenizerJson:
         """Text of `ids`, without special tokens."""
         return self._plain.decode(list(ids), skip_special_tokens=True)
 
-    def render(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """For each turn: `turn_start` with its role, the content, `turn_end`. Content and `turn_end` are trained on where the turn is."""
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token whose content is `text`."""
+        return self.special_ids.get(text)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[list[int], list[bool]]:
+        """For each turn: `turn_start` with its role, the content, `turn_end`. Content and `turn_end` are trained on where the turn is. It has no form for tools and their calls."""
         config = self._config
+        if tools or any(message.tool_calls for message in messages):
+            raise UsageError(
+                "tokenizer_json: turn_start and turn_end have no form for tools and their calls. Use a chat template: data.tokenizer=templated, and this tokenizer in it."
+            )
         if not config.turn_start:
             raise UsageError(
-                "tokenizer_json: conversations need to know how turns are marked. Set data.tokenizer.turn_start (with {role} in it) and "
-                "data.tokenizer.turn_end, as the model's chat template has them."
+                "tokenizer_json: conversations need to know how turns are marked. Use a chat template (data.tokenizer=templated, this tokenizer in it, "
+                "data.tokenizer.template=folder), or set data.tokenizer.turn_start (with {role} in it) and data.tokenizer.turn_end."
             )
         ids: list[int] = []
         mask: list[bool] = []
         for message in messages:
             if message.role not in config.roles:
                 raise UsageError(f"tokenizer_json: there is no role {message.role!r}. {did_you_mean(message.role, config.roles)}")
-            start, rest = self._starts[message.role], self.encode(message.content) + self._end
+            start, rest = self._starts[message.role], [*encode_parts(message.content, self.encode, self.vocab_size), *self._end]
             ids += start + rest
             mask += [False] * len(start) + [is_trained(message)] * len(rest)
         return ids, mask

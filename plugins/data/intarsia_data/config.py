@@ -36,7 +36,7 @@ class JsonlConfig(DataSourceConfig):
     paths: tuple[str, ...] = chz.field(doc="Files or globs (** goes into folders). Each must match something.")
     field: str = chz.field(
         default="text",
-        doc="The field that holds the document: a string is text, a list of {role, content} a conversation, a list of integers token ids.",
+        doc="The field that holds the document: a string is text, a list of {role, content} a conversation (its tools in the field tools), a list of integers token ids.",
     )
     trained: str = chz.field(
         default="trained", doc="The field that, where a record has it, holds for each token id whether it is trained on."

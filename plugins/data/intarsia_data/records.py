@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from intarsia.contracts import Document, Message
+from intarsia.contracts import Document, Message, ToolCall, ToolSpec
 from intarsia.errors import UsageError, did_you_mean
 
 
 def to_document(record: Any, field: str, where: str, trained: str = "trained") -> Document:
     """The document in `record[field]`: a string is text, a list of {role, content} objects a conversation, a list of integers token ids.
 
+    A turn may have `tool_calls`, and a record with a conversation `tools`, both as chat services write them: {name, arguments} and {name, description, parameters}, also within {type, function}.
     Arguments: `where` names the record in messages ("data/a.jsonl:17"); `trained` is the field with the mask of token ids, which need not be there.
     Errors: UsageError that names the record, the field and what was found. Stability: stable.
     """
@@ -29,7 +31,8 @@ def to_document(record: Any, field: str, where: str, trained: str = "trained") -
             raise UsageError(f"{where}: field {field!r} holds {wrong[0]}, which can be no token id.")
         return _token_document(value, record.get(trained), where, field, trained)
     if isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value):
-        return Document(messages=tuple(_message(item, f"{where}: {field}[{number}]") for number, item in enumerate(value)))
+        messages = tuple(_message(item, f"{where}: {field}[{number}]") for number, item in enumerate(value))
+        return Document(messages=messages, tools=_tools(record.get("tools"), where) if messages else ())
     raise UsageError(
         f"{where}: field {field!r} holds {_kind(value)}; a document is a string, a list of objects with role and content, or a list of token ids."
     )
@@ -48,6 +51,9 @@ def _token_document(ids: Sequence[int], mask: Any, where: str, field: str, train
 
 def _message(item: Mapping[str, Any], where: str) -> Message:
     """One turn, checked."""
+    calls = item.get("tool_calls")
+    if calls and item.get("content") is None:  # what is nothing but calls is often written so
+        item = {**item, "content": ""}
     for key in ("role", "content"):
         if not isinstance(item.get(key), str):
             found = f"holds {_kind(item[key])}" if key in item else f"is missing; fields here: {', '.join(map(repr, item)) or 'none'}"
@@ -55,7 +61,42 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     trained = item.get("trained")
     if trained is not None and not isinstance(trained, bool):
         raise UsageError(f"{where}: 'trained' must be true, false or absent, but holds {_kind(trained)}.")
-    return Message(role=item["role"], content=_encodable(item["content"], where, "'content'"), trained=trained)
+    content = _encodable(item["content"], where, "'content'")
+    return Message(role=item["role"], content=content, trained=trained, tool_calls=_tool_calls(calls, where))
+
+
+def _tool_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
+    """A turn's calls of tools. Arguments are a JSON object, or its text."""
+    found = []
+    for number, call in enumerate(_objects(calls, where, "tool_calls")):
+        function = call.get("function", call)
+        name, arguments = (function.get(key) if isinstance(function, Mapping) else None for key in ("name", "arguments"))
+        if not isinstance(name, str) or not isinstance(arguments, str | Mapping):
+            raise UsageError(f"{where}: tool_calls[{number}] must have a name (a string) and arguments (an object, or its JSON text).")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        found.append(ToolCall(str(call.get("id") or f"call-{number + 1}"), name, _encodable(text, where, "'tool_calls'")))
+    return tuple(found)
+
+
+def _tools(tools: Any, where: str) -> tuple[ToolSpec, ...]:
+    """The tools that a conversation is offered."""
+    found = []
+    for number, tool in enumerate(_objects(tools, where, "tools")):
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        description, parameters = (function.get("description") or "", function.get("parameters") or {}) if name else ("", {})
+        if not (isinstance(name, str) and isinstance(description, str) and isinstance(parameters, Mapping)):
+            raise UsageError(f"{where}: tools[{number}] must have a name and a description (strings), and parameters (a JSON schema).")
+        found.append(ToolSpec(name, description, dict(parameters)))
+    return tuple(found)
+
+
+def _objects(value: Any, where: str, field: str) -> Sequence[Mapping[str, Any]]:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, Mapping) for item in value):
+        raise UsageError(f"{where}: {field!r} must be a list of objects, but holds {_kind(value)}.")
+    return value
 
 
 def _encodable(text: str, where: str, field: str) -> str:

@@ -144,7 +144,8 @@ def tokenise(source: DataSource, tokenizer: Tokenizer, name: str, numbers: Seque
     for number, document in zip(numbers, documents, strict=True):
         with document_named(name, number, "cannot be encoded"):
             raw, mask, text = (encoded[number], None, texts[number]) if number in encoded else _ids(document, tokenizer)
-            ids, trained = framed(numpy.asarray(raw, dtype=numpy.int64), mask, tokenizer, frame_start=document.tokens is None)
+            array, whole = numpy.asarray(raw, dtype=numpy.int64), is_whole(document, tokenizer)
+            ids, trained = framed(array, mask, tokenizer, frame_start=document.tokens is None, whole=whole)
             size = len(text.encode())
         yield ids.astype(dtype), trained, size
 
@@ -169,8 +170,15 @@ def rendered(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[
     return tokenizer.render(messages, document.tools) if document.tools else tokenizer.render(messages)
 
 
-def framed(ids: numpy.ndarray, mask: Sequence[bool] | None, tokenizer: Tokenizer, frame_start: bool) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Ids and mask (uint8) with bos before (not before given ids) and eos after; eos is trained on where the token before it is.
+def is_whole(document: Document, tokenizer: Tokenizer) -> bool:
+    """Whether a document's ids begin and end as they should: those of a conversation that a chat template wrote. Stability: provisional."""
+    return document.messages is not None and getattr(tokenizer, "frames_conversations", False)
+
+
+def framed(
+    ids: numpy.ndarray, mask: Sequence[bool] | None, tokenizer: Tokenizer, frame_start: bool, whole: bool = False
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Ids and mask (uint8) with bos before (not before given ids) and eos after; eos is trained on where the token before it is. Nothing is put around what is `whole`.
 
     Errors: UsageError for an id that the tokenizer does not have, and for a mask of another length. Stability: provisional.
     """
@@ -182,6 +190,8 @@ def framed(ids: numpy.ndarray, mask: Sequence[bool] | None, tokenizer: Tokenizer
     if mask is not None and len(mask) != len(ids):
         raise UsageError(f"{len(ids)} token ids but {len(mask)} values in their mask")
     trained = numpy.ones(len(ids), numpy.uint8) if mask is None else numpy.asarray(mask, dtype=numpy.uint8)
+    if whole:
+        return ids, trained
     if frame_start and tokenizer.bos_id is not None and ids[0] != tokenizer.bos_id:
         ids, trained = numpy.concatenate([[tokenizer.bos_id], ids]), numpy.concatenate([trained[:1], trained])
     if tokenizer.eos_id is not None and ids[-1] != tokenizer.eos_id:

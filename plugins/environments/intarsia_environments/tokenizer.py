@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from intarsia.contracts import Message
+from intarsia.contracts import Message, ToolSpec
 from intarsia.errors import UsageError, did_you_mean
-from intarsia_data.tokenizer import is_trained
+from intarsia_data.tokenizer import encode_parts, is_trained
 
 from intarsia_environments.config import CharactersConfig
 
@@ -44,14 +44,20 @@ class CharacterTokenizer:
         known = len(self._characters)
         return "".join(self._characters[number] if number < known else REPLACEMENT for number in ids if 0 <= number <= known)
 
-    def render(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Ids of a conversation and their mask."""
+    def special_id(self, text: str) -> int | None:
+        """None: it has no special tokens that are called anything."""
+        return None
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[list[int], list[bool]]:
+        """Ids of a conversation and their mask. It has no form for tools and their calls."""
+        if tools or any(message.tool_calls for message in messages):
+            raise UsageError("characters tokenizer: it has no form for tools and their calls. Use a tokenizer with a chat template.")
         ids: list[int] = []
         mask: list[bool] = []
         for message in messages:
             if message.role not in self.role_ids:
                 raise UsageError(f"characters tokenizer: there is no role {message.role!r}. {did_you_mean(message.role, self.role_ids)}")
-            content = self.encode(message.content)
+            content = encode_parts(message.content, self.encode, self.vocab_size)
             ids += [self.role_ids[message.role], *content, self.eos_id]
             mask += [False] + [is_trained(message)] * (len(content) + 1)
         return ids, mask

@@ -46,6 +46,7 @@ class GenerateCommand:
         add("--seed", type=int, default=0, metavar="N", help="seed of the draws (default %(default)s)")
         add("--samples", type=int, default=1, metavar="N", help="completions of each prompt (default %(default)s)")
         add("--tokenizer", metavar="PATH", help="a tokenizer.json, its folder, or a tokenizer's name; default: what goes with the model")
+        add("--template", metavar="NAME", help="--chat: a chat template: its name, folder (the one beside the tokenizer) or a .jinja file")
         add("--device", default="auto", help="auto, cpu or cuda (default %(default)s)")
         add("--dtype", default="auto", help="what the model computes in (default: float32 on a CPU, else as it was trained)")
         add("--kernels", action="append", default=[], metavar="[OP=]KERNEL", help="kernels, as in a recipe: reference, or attention=sdpa")
@@ -70,6 +71,8 @@ class GenerateCommand:
             seed=arguments.seed,
             samples=arguments.samples,
         )
+        if arguments.template is not None and not arguments.chat:
+            raise UsageError("--template is for conversations: give --chat as well.")
         kernels = _kernels(arguments.kernels)
         prompts = _prompts(arguments)
         from intarsia_generation.source import load
@@ -77,6 +80,7 @@ class GenerateCommand:
         generator = load(
             arguments.source,
             tokenizer=arguments.tokenizer,
+            template=arguments.template,
             device=arguments.device,
             dtype=arguments.dtype,
             kernels=kernels,
@@ -86,8 +90,7 @@ class GenerateCommand:
         ends: tuple[int, ...] = ()
         if arguments.chat:
             for number, prompt in enumerate(prompts):
-                inputs[number], turn_end = generator.encode_chat([Message("user", prompt)])
-                ends = turn_end[:1]
+                inputs[number], ends = generator.encode_chat([Message("user", prompt)])
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
         streaming = not arguments.json and not arguments.no_stream and len(inputs) * config.samples == 1

@@ -112,13 +112,16 @@ class Generator:
         return ids
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tokens of a conversation up to where the assistant begins to speak, and the tokens that end its turn."""
-        ids, trained = self.tokenizer.render([*messages, Message("assistant", "")])
+        """Tokens of a conversation up to where the assistant begins to speak, and the tokens that end its turn: any of them where the tokenizer knows its own prompts (`prompt`, `stop_ids`)."""
+        tokenizer: Any = self.tokenizer
+        if hasattr(tokenizer, "prompt"):
+            return tuple(tokenizer.prompt(messages)), tuple(tokenizer.stop_ids)
+        ids, trained = tokenizer.render([*messages, Message("assistant", "")])
         end = len(ids)
         while end and trained[end - 1]:
             end -= 1
-        bos = self.tokenizer.bos_id
-        return (*(() if bos is None else (bos,)), *ids[:end]), tuple(ids[end:])
+        bos = tokenizer.bos_id
+        return (*(() if bos is None else (bos,)), *ids[:end]), tuple(ids[end : end + 1])
 
     def generate(
         self,

@@ -27,6 +27,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     tokenizer: str | TokenizerConfig | None = None,
+    template: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
     kernels: Mapping[str, str] | None = None,
@@ -37,14 +38,14 @@ def load(
     """A Generator of the model at `path`: a run directory (its newest complete checkpoint), a checkpoint, or a folder that a checkpoint format knows.
 
     Arguments: `tokenizer` is a tokenizer.json, the folder it lies in, an entry's name (`byte`), or a config; None: the one that goes with the weights.
-    `dtype` auto is float32 on a CPU and elsewhere what the run computed in, else bfloat16. `kernels` as in a recipe. `chunk` prompt tokens
+    `template` is a chat template for it, as in data.tokenizer.template (needs intarsia-chat). `dtype` auto is float32 on a CPU and elsewhere what the run computed in, else bfloat16. `kernels` as in a recipe. `chunk` prompt tokens
     are read at once, and `batch` sequences generated together.
     Stability: provisional.
     """
     chosen = plugins or current()
     target = devices.select(device)
     weights = open_weights(path, chosen)
-    built = _tokenizer(tokenizer, weights, chosen)
+    built = _tokenizer(tokenizer, template, weights, chosen)
     _check_vocabulary(built, weights.model)
     if dtype == "auto":
         computed = weights.recipe.precision.compute if isinstance(weights, CheckpointWeights) else "bfloat16"
@@ -94,8 +95,8 @@ def fill(weights: WeightReader, plugins: Plugins, device: torch.device, dtype: t
     return model.eval()
 
 
-def _tokenizer(choice: str | TokenizerConfig | None, weights: WeightReader, plugins: Plugins) -> Tokenizer:
-    """The tokenizer that was named, else the weights' own."""
+def _tokenizer(choice: str | TokenizerConfig | None, template: str | None, weights: WeightReader, plugins: Plugins) -> Tokenizer:
+    """The tokenizer that was named, else the weights' own; with the chat template that was named."""
     registry = plugins.registry("tokenizer")
     config: Any = weights.tokenizer if choice is None else choice
     if isinstance(choice, str):
@@ -110,6 +111,11 @@ def _tokenizer(choice: str | TokenizerConfig | None, weights: WeightReader, plug
         raise UsageError(
             f"{weights.location} has no tokenizer.json. Name one by --tokenizer PATH, or a tokenizer by name (--tokenizer byte)."
         )
+    if template is not None:
+        if "templated" not in registry.names():
+            raise UsageError(f"The chat template {template!r} was asked for: install intarsia-chat.")
+        templated: Any = plugins.config_class(registry.find("templated"))
+        config = templated(tokenizer=getattr(config, "tokenizer", config), template=template)
     built: Tokenizer = plugins.build(config)
     return built
 

@@ -10,7 +10,7 @@ import chz
 import numpy
 from intarsia.contracts import Document, Media, Message, Parts, Tokenizer
 from intarsia.errors import UsageError
-from intarsia_data.store import framed, rendered
+from intarsia_data.store import framed, is_whole, rendered
 from intarsia_data.tokenizer import encode_parts, text_of
 
 from intarsia_multimodal import media, video
@@ -60,7 +60,8 @@ class PatchProcessor:
         """See Processor."""
         blocks: list[Block] = []
         raw, mask, text = self._encoded(document, blocks)
-        ids, trained = framed(numpy.asarray(raw, dtype=numpy.int64), mask, self.tokenizer, frame_start=document.tokens is None)
+        array, whole = numpy.asarray(raw, dtype=numpy.int64), is_whole(document, self.tokenizer)
+        ids, trained = framed(array, mask, self.tokenizer, frame_start=document.tokens is None, whole=whole)
         slots = tuple(self._placed(ids, blocks))
         kept = trained.astype(bool)
         for slot in slots:

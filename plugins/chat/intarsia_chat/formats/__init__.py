@@ -1,0 +1,1 @@
+"""Ways to write tools and their calls as text."""

@@ -1,0 +1,61 @@
+"""What the formats share: JSON to the letter, and tools as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from intarsia.contracts import ToolCall, ToolSpec
+from intarsia.errors import UsageError
+
+
+def tool_json(tool: ToolSpec, indent: int | None = None) -> str:
+    """A tool as it is told to models."""
+    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    return to_json({"type": "function", "function": function}, indent)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON with characters as they are."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def strict(text: str, begin: int = 0) -> tuple[Any, int]:
+    """The JSON value that begins at `begin`, and where it ends. ValueError where there is none, for a name twice in an object, and for constants that JSON has not."""
+    try:
+        return _DECODER.raw_decode(text, begin)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def arguments_of(call: ToolCall, form: str) -> dict[str, Any]:
+    """A call's arguments. UsageError where they are no JSON object."""
+    try:
+        value, end = strict(call.arguments)
+    except ValueError as error:
+        raise UsageError(f"{form}: the arguments of the call of {call.name!r} are no JSON: {error}.") from error
+    if not isinstance(value, dict) or call.arguments[end:].strip():
+        raise UsageError(f"{form}: the arguments of the call of {call.name!r} are no JSON object.")
+    return value
+
+
+def call_of(number: int, name: Any, arguments: Any) -> ToolCall:
+    """Call `number` (from 1). ValueError where that is none."""
+    if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
+        raise ValueError("a call has a name, and an object of arguments")
+    return ToolCall(f"call-{number}", name, to_json(arguments))
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return made
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_unique)
