@@ -84,7 +84,7 @@ class HFRule:
     `same`; `transpose` of the last two dims; `flatten:SIZES` of all dims but the first, which are SIZES, joined by commas: numbers, the config's fields, or `*` for what is left;
     `rope_half_to_pairs` with `heads` (a config field's name) to permute rows; `split:K` when `ours` is a tuple of K names that theirs concatenates along dim 0, `split:K@1` along dim 1;
     `split_heads:K` with `heads` where each head has rows of all K in turn; `stack` when `theirs` has an `{e}` that ours stacks along a new dim 0 (`HFTable.extra["experts_field"]`
-    names the config field that counts them); `copy`, alone, for a further copy of what another rule carries: written on export, compared on import where it is there;
+    names the config field that counts them, or several joined by `|`, of which one is there); `copy`, alone, for a further copy of what another rule carries: written on export, compared on import where it is there;
     `heads` then names the config field that says for how many `{i}`.
 
     Fields of a config within the config have dotted names (`vision_config.patch_size`). Rules for the same name of ours are alternatives: on import the first whose names are there is

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from intarsia_huggingface.boxes import read_box
 from intarsia_huggingface.config import TokenizerJsonConfig
 from intarsia_huggingface.quantised import Blocks, blocks_of
-from intarsia_huggingface.rules import Row, choose, expand, formed, to_theirs, twins, whole_numbers
+from intarsia_huggingface.rules import Row, choose, expand, experts_of, formed, to_theirs, twins, whole_numbers
 from intarsia_huggingface.safetensors_file import BLOCK_BYTES, SafetensorsFile
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -54,7 +54,7 @@ def rows_of(table: HFTable, model: nn.Module, config: Mapping[str, Any]) -> tupl
     regions = model.regions()  # type: ignore[operator]
     sizes = whole_numbers(config)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | set(persistent_buffers(model))
-    rows = expand(table, len(regions.blocks), sizes.get(table.extra.get("experts_field", ""), 0), names=names, sizes=sizes)
+    rows = expand(table, len(regions.blocks), experts_of(table, sizes), names=names, sizes=sizes)
     return rows, {alias: canonical for canonical, *others in regions.ties for alias in others}
 
 

@@ -30,6 +30,12 @@ def whole_numbers(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]
     return found
 
 
+def experts_of(table: HFTable, sizes: Mapping[str, int]) -> int:
+    """How many experts a config counts, by the first field of the table's `extra["experts_field"]` (joined by `|`) that it has; 0 where it has none."""
+    fields = table.extra.get("experts_field", "").split("|")
+    return next((sizes[field] for field in fields if field in sizes), 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A rule for one layer: the names on both sides, and what happens between them."""

@@ -424,7 +424,7 @@ class ModelConformance(Conformance):
 
     def test_hugging_face_table_is_complete(self) -> None:
         """Export and import give back the same tensors and the same config; each name is used once."""
-        from intarsia_huggingface.rules import apply_rules, whole_numbers
+        from intarsia_huggingface.rules import apply_rules, experts_of, whole_numbers
 
         entry = self.found_entry()
         if entry.hf is None:
@@ -442,7 +442,7 @@ class ModelConformance(Conformance):
         aliases = {other: canonical for canonical, *others in model.regions().ties for other in others}
         sizes = whole_numbers(theirs)
         shapes = {name: tuple(tensor.shape) for name, tensor in ours.items()}
-        experts = sizes.get(table.extra.get("experts_field", ""), 0)
+        experts = experts_of(table, sizes)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)} | persistent_buffers(model).keys()
         settings: dict[str, Any] = {"sizes": sizes, "aliases": aliases, "shapes": shapes, "experts": experts, "names": names}
         layers = len(model.regions().blocks)

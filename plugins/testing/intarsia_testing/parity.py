@@ -72,12 +72,12 @@ class ParityTests:
         return theirs, ours, table
 
     def _convert(self, table: Any, ours: Any, tensors: Any, direction: Any, theirs: Any) -> dict[str, Tensor]:
-        from intarsia_huggingface.rules import apply_rules, whole_numbers
+        from intarsia_huggingface.rules import apply_rules, experts_of, whole_numbers
 
         aliases = {other: canonical for canonical, *others in ours.regions().ties for other in others}
         sizes = whole_numbers(theirs.config.to_dict())
         shapes = {name: tuple(parameter.shape) for name, parameter in ours.named_parameters()}
-        experts = sizes.get(table.extra.get("experts_field", ""), 0)
+        experts = experts_of(table, sizes)
         layers = len(ours.regions().blocks)
         names = {name for name, _ in ours.named_parameters(remove_duplicate=False)} | set(persistent_buffers(ours))
         return apply_rules(table, tensors, layers, direction, sizes=sizes, aliases=aliases, shapes=shapes, experts=experts, names=names)

@@ -1,0 +1,180 @@
+"""Qwen3 and Hugging Face, both ways. Torch-free. Rotations are half-split on both sides, so no row is permuted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from intarsia.contracts import HFRule, HFTable
+from intarsia.errors import UsageError
+from intarsia_models_common.config import AttentionConfig, BlockConfig, FeedForwardConfig, RMSNormConfig, SwiGLUConfig
+from intarsia_models_common.hf import check_values, rope_from, rope_to
+from intarsia_models_common.moe.config import MoEConfig, SoftmaxRouterConfig
+
+from intarsia_qwen3.config import Qwen3Config, experts, qwen3
+
+DENSE, SPARSE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+
+_BLOCK: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
+    ("input_layernorm.weight", "attention_norm.weight", "same"),
+    ("self_attn.q_proj.weight", "attention.wq.weight", "same"),
+    ("self_attn.k_proj.weight", "attention.wk.weight", "same"),
+    ("self_attn.v_proj.weight", "attention.wv.weight", "same"),
+    ("self_attn.q_norm.weight", "attention.q_norm.weight", "same"),
+    ("self_attn.k_norm.weight", "attention.k_norm.weight", "same"),
+    ("self_attn.o_proj.weight", "attention.wo.weight", "same"),
+    ("post_attention_layernorm.weight", "feed_forward_norm.weight", "same"),
+    ("mlp.gate_proj.weight", "feed_forward.w1.weight", "same"),
+    ("mlp.up_proj.weight", "feed_forward.w3.weight", "same"),
+    ("mlp.down_proj.weight", "feed_forward.w2.weight", "same"),
+    ("mlp.gate.weight", "feed_forward.router.weight", "same"),
+    ("mlp.experts.{e}.gate_proj.weight", "feed_forward.experts.w1", "stack"),
+    ("mlp.experts.{e}.up_proj.weight", "feed_forward.experts.w3", "stack"),
+    ("mlp.experts.{e}.down_proj.weight", "feed_forward.experts.w2", "stack"),
+    # Files have experts apart; transformers 5 has them together in memory, gate rows first, and so may whoever saved from there.
+    ("mlp.experts.gate_up_proj", ("feed_forward.experts.w1", "feed_forward.experts.w3"), "split:2@1"),
+    ("mlp.experts.down_proj", "feed_forward.experts.w2", "same"),
+)
+
+
+def _ours(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    return f"layers.{{i}}.{names}" if isinstance(names, str) else tuple(f"layers.{{i}}.{name}" for name in names)
+
+
+TABLE = HFTable(
+    rules=(
+        HFRule("model.embed_tokens.weight", "tok_embeddings.weight"),
+        *(HFRule(f"model.layers.{{i}}.{theirs}", _ours(ours), op) for theirs, ours, op in _BLOCK),
+        HFRule("model.norm.weight", "norm.weight"),
+        HFRule("lm_head.weight", "head.weight"),
+    ),
+    config_to_ours="intarsia_qwen3.hf:config_to_ours",
+    config_to_theirs="intarsia_qwen3.hf:config_to_theirs",
+    ignored=("*.rotary_emb.inv_freq",),
+    # Released files say num_experts, those of transformers 5 num_local_experts.
+    extra={"experts_field": "num_experts|num_local_experts"},
+)
+
+_ONLY: dict[str, Any] = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "use_sliding_window": False}
+
+
+def config_to_ours(theirs: Mapping[str, Any]) -> Qwen3Config:
+    """Our config from a `config.json`. UsageError, which names key and value, for what this family does not have."""
+    kind = theirs.get("model_type")
+    if kind not in (None, "qwen3", "qwen3_moe"):
+        raise UsageError(f"config.json says model_type = {kind!r}; intarsia-qwen3 reads 'qwen3' and 'qwen3_moe'.")
+    check_values(theirs, _ONLY)
+    others = sorted(set(theirs.get("layer_types") or ()) - {"full_attention"})
+    if others:
+        raise UsageError(f"config.json has layers of the type {others[0]!r} (layer_types), and Qwen3 of ours has only 'full_attention'.")
+    layers, heads = theirs["num_hidden_layers"], theirs["num_attention_heads"]
+    head_dim = theirs.get("head_dim") or 128
+    dense = SwiGLUConfig(hidden=theirs["intermediate_size"])
+    feed_forward = _experts_of(theirs) or dense
+    step, only = theirs.get("decoder_sparse_step") or 1, set(theirs.get("mlp_only_layers") or ())
+    return qwen3(
+        dim=theirs["hidden_size"],
+        layers=layers,
+        heads=heads,
+        kv_heads=theirs.get("num_key_value_heads") or heads,
+        feed_forward=feed_forward,
+        dense=dense,
+        dense_layers=[number for number in range(layers) if number in only or (number + 1) % step],
+        head_dim=head_dim,
+        vocab_size=theirs["vocab_size"],
+        tied=bool(theirs.get("tie_word_embeddings", False)),
+        rope=rope_from(theirs, head_dim=head_dim),
+        max_positions=theirs.get("max_position_embeddings", 32768),
+        eps=theirs.get("rms_norm_eps", 1e-6),
+    )
+
+
+def _experts_of(theirs: Mapping[str, Any]) -> MoEConfig | None:
+    count = theirs.get("num_experts") or theirs.get("num_local_experts")
+    if not count:
+        return None
+    return experts(
+        count,
+        theirs["num_experts_per_tok"],
+        theirs["moe_intermediate_size"],
+        norm_topk=bool(theirs.get("norm_topk_prob", False)),
+        joint_loss=float(theirs.get("router_aux_loss_coef", 0.001)),
+    )
+
+
+def config_to_theirs(ours: Qwen3Config) -> dict[str, Any]:
+    """A `config.json` of `Qwen3ForCausalLM`, or of `Qwen3MoeForCausalLM` where blocks have experts. UsageError for what those classes do not have."""
+    attention, norm = _shape_of(ours)
+    dense = {block.feed_forward for block in ours.layers if isinstance(block.feed_forward, SwiGLUConfig)}
+    sparse = {block.feed_forward for block in ours.layers if isinstance(block.feed_forward, MoEConfig)}
+    if len(dense) > 1 or len(sparse) > 1:
+        _refuse("their blocks of one kind are equal, and this model's differ")
+    return {
+        "architectures": [SPARSE if sparse else DENSE],
+        "model_type": "qwen3_moe" if sparse else "qwen3",
+        "vocab_size": ours.vocab_size,
+        "hidden_size": ours.dim,
+        "num_hidden_layers": len(ours.layers),
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": ours.max_positions,
+        "rms_norm_eps": norm.eps,
+        "tie_word_embeddings": ours.tied,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        **_feed_forward_to(ours, next(iter(dense), None), next(iter(sparse), None)),
+        **rope_to(ours.rope),
+    }
+
+
+def _shape_of(ours: Qwen3Config) -> tuple[AttentionConfig, RMSNormConfig]:
+    """What all blocks have. UsageError unless theirs can be like that."""
+    attention, norm = ours.layers[0].attention, ours.norm
+    if type(attention) is not AttentionConfig or type(norm) is not RMSNormConfig:
+        _refuse("a component of this model was replaced, and they have no place for the replacement")
+    assert isinstance(attention, AttentionConfig) and isinstance(norm, RMSNormConfig)
+    plain = AttentionConfig(heads=attention.heads, kv_heads=attention.kv_heads, head_dim=attention.head_dim, qk_norm=norm)
+    rope = ours.rope
+    if attention != plain or rope.interleaved or rope.sections is not None or rope.dim not in (None, attention.head_dim):
+        _refuse(
+            "their attention has norms over queries and keys with the blocks' epsilon, half-split rotations of whole heads, and nothing else: no window, softcap, sinks, "
+            "gate, biases or own scale"
+        )
+    alike = {
+        BlockConfig(attention=plain, feed_forward=block.feed_forward, attention_norm=norm, feed_forward_norm=norm) for block in ours.layers
+    }
+    if alike != set(ours.layers) or any(type(block.feed_forward) not in (SwiGLUConfig, MoEConfig) for block in ours.layers):
+        _refuse("their blocks differ in the feed-forward layer alone, which is a SwiGLU or a mixture of experts, and have one norm epsilon")
+    return attention, norm
+
+
+def _feed_forward_to(ours: Qwen3Config, dense: FeedForwardConfig | None, sparse: FeedForwardConfig | None) -> dict[str, Any]:
+    width = {} if dense is None else {"intermediate_size": dense.hidden}  # type: ignore[attr-defined]
+    if not isinstance(sparse, MoEConfig):
+        return width
+    router = sparse.router
+    plain = SoftmaxRouterConfig(experts=router.experts, top_k=router.top_k, norm_topk=router.norm_topk, joint_loss=router.joint_loss)
+    if router != plain or sparse.shared is not None:
+        _refuse(
+            f"their experts have a softmax router without a bias, balanced by a loss over all layers, and no shared expert, and this is {sparse}"
+        )
+    return {
+        "intermediate_size": sparse.hidden,
+        **width,
+        "moe_intermediate_size": sparse.hidden,
+        "num_experts": router.experts,
+        "num_experts_per_tok": router.top_k,
+        "norm_topk_prob": router.norm_topk,
+        "router_aux_loss_coef": router.joint_loss,
+        "output_router_logits": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [number for number, block in enumerate(ours.layers) if isinstance(block.feed_forward, SwiGLUConfig)],
+    }
+
+
+def _refuse(why: str) -> NoReturn:
+    raise UsageError(f"{DENSE} and {SPARSE} cannot hold this model, so it cannot be exported as such: {why}.")
