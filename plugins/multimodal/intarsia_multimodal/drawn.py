@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 from intarsia.contracts import Document, Media, Message
 from intarsia.errors import UsageError
 from intarsia_data.order import key_of
+from PIL import Image
 
 from intarsia_multimodal.config import DrawnConfig
 from intarsia_multimodal.drawing import draw, png
@@ -49,10 +51,22 @@ class DrawnSource:
         if not 0 <= index < len(self):
             raise UsageError(f"drawn: there is no document {index}; there are {len(self)}.")
         found, config = self.scene(index), self._config
-        picture = draw(found, config.size, config.noise, key_of(VERSION, config.seed, config.part, index))
-        asked = (Media("image", png(picture), "image/png"), found.question)
-        return Document(messages=(Message("user", asked), Message("assistant", found.answer)))
+        return conversation(found, png(draw(found, config.size, config.noise, key_of(VERSION, config.seed, config.part, index))))
+
+    def outline(self, index: int) -> Document:
+        """Document `index` with an image of the same size that is not drawn: enough to know its tokens."""
+        return conversation(self.scene(index), self._blank)
+
+    @functools.cached_property
+    def _blank(self) -> bytes:
+        return png(Image.new("RGB", (self._config.size, self._config.size)))
 
     def fingerprint(self) -> str:
         """Over the version of the drawing and the settings."""
         return hashlib.blake2b(f"drawn {VERSION} {self._config}".encode(), digest_size=16).hexdigest()
+
+
+def conversation(asked: Scene, image: bytes) -> Document:
+    """The user shows an image and asks; the assistant answers."""
+    content = (Media("image", image, "image/png"), asked.question)
+    return Document(messages=(Message("user", content), Message("assistant", asked.answer)))

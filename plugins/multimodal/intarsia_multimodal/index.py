@@ -121,7 +121,8 @@ def record_of(source: DataSource, processor: Processor, name: str, number: int, 
     """The record of one document. Errors as in `open_index`."""
     try:
         with told(name, number, "cannot be prepared"):
-            prepared = processor.prepare(source[number])
+            # A source that makes its media may know their sizes without making them.
+            prepared = processor.prepare(getattr(source, "outline", source.__getitem__)(number))
     except MediaError as error:
         if bad_media == "stop":
             raise stop(name, number, str(error)) from error

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from intarsia_testing.parity import ParityTests
     from intarsia_testing.pipeline_schedule import PipelineScheduleConformance
     from intarsia_testing.placement import PlacementConformance
+    from intarsia_testing.processor import ProcessorConformance
     from intarsia_testing.role import RoleConformance
     from intarsia_testing.sandbox import SandboxConformance
     from intarsia_testing.storage import StorageConformance
@@ -47,6 +48,7 @@ __all__ = [
     "ParityTests",
     "PipelineScheduleConformance",
     "PlacementConformance",
+    "ProcessorConformance",
     "RoleConformance",
     "SandboxConformance",
     "StorageConformance",
@@ -67,6 +69,7 @@ _MODULES = {
     "ParityTests": "parity",
     "PipelineScheduleConformance": "pipeline_schedule",
     "PlacementConformance": "placement",
+    "ProcessorConformance": "processor",
     "RoleConformance": "role",
     "SandboxConformance": "sandbox",
     "StorageConformance": "storage",

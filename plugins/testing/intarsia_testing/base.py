@@ -114,7 +114,7 @@ def heavy(modules: Iterable[str]) -> str:
     code = (
         f"import sys, importlib\nfor name in {list(modules)!r}: importlib.import_module(name)\nsys.exit(9 if 'torch' in sys.modules else 0)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     if run.returncode == 9:
         return "imports torch"
     return f"fails: {' '.join(run.stderr.strip().splitlines()[-1:])}" if run.returncode else ""

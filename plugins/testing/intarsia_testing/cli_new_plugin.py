@@ -34,6 +34,7 @@ KINDS = {
     "environment": Kind("an environment"),
     "optimizer": Kind("an optimizer", ("torch>=2.11",)),
     "data-source": Kind("a data source"),
+    "processor": Kind("a processor of images and video", ("intarsia-multimodal", "numpy")),
     "role": Kind("a role of sharding tables", ("intarsia-parallel", "torch>=2.11")),
     "schedule": Kind("a learning-rate schedule"),
     "loss": Kind("a loss", ("torch>=2.11",)),

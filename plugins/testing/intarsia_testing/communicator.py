@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import queue
 import threading
 import time
@@ -23,11 +22,12 @@ Result = TypeVar("Result")
 class ThreadWorld:
     """Where the ranks of one group meet."""
 
-    def __init__(self, size: int, timeout_s: float = 30.0):
+    def __init__(self, size: int, timeout_s: float = 300.0):
         self.size = size
         self.barrier = threading.Barrier(size, timeout=timeout_s)
         self.slots: list[Any] = [None] * size
         self.timeout_s = timeout_s
+        self.parts: list[ThreadWorld] = []
         self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = {}
 
     def swap(self, rank: int, value: Any) -> list[Any]:
@@ -37,6 +37,12 @@ class ThreadWorld:
         values = list(self.slots)
         self.barrier.wait()
         return values
+
+    def abort(self) -> None:
+        """Let nobody wait any longer, here or in a part: a rank has failed."""
+        self.barrier.abort()
+        for part in list(self.parts):
+            part.abort()
 
     def box(self, source: int, to: int, number: int) -> queue.SimpleQueue[Tensor]:
         """Where the tensor lies that is the `number`-th from `source` to `to`."""
@@ -67,7 +73,9 @@ class ThreadCommunicator(Communicator):
 
     def split(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
         mine = next(list(group) for group in groups if self.rank in group)
-        worlds = self.world.swap(self.rank, ThreadWorld(len(mine)))
+        part = ThreadWorld(len(mine), self.world.timeout_s)
+        self.world.parts.append(part)
+        worlds = self.world.swap(self.rank, part)
         return ThreadCommunicator(worlds[mine[0]], mine.index(self.rank), name)
 
     def duplicate(self, name: str, transport: Transport | None = None) -> Communicator:
@@ -105,7 +113,7 @@ class ThreadCommunicator(Communicator):
         return lambda: None
 
 
-def run_ranks(size: int, work: Callable[[Communicator], Result], timeout_s: float = 60.0) -> list[Result]:
+def run_ranks(size: int, work: Callable[[Communicator], Result], timeout_s: float = 300.0) -> list[Result]:
     """`work(communicator)` on each of `size` ranks at once; results in rank order. The first error that is not a peer's absence is raised."""
     world = ThreadWorld(size, timeout_s)
     results: list[Any] = [None] * size
@@ -116,8 +124,7 @@ def run_ranks(size: int, work: Callable[[Communicator], Result], timeout_s: floa
             results[rank] = work(ThreadCommunicator(world, rank))
         except BaseException as error:
             errors.append(error)
-            with contextlib.suppress(Exception):
-                world.barrier.abort()
+            world.abort()
         finally:
             # What a rank installed would be there for threads that have nothing of their own: later tests.
             logical.reset()

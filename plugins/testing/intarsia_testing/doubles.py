@@ -234,6 +234,6 @@ class SlowStorage(WrappedStorage):
         if operation == "write":
             self.waiting.set()
             if self.gate is not None:
-                self.gate.wait(60)
+                self.gate.wait(600)
             else:
                 time.sleep(self.seconds_s)

@@ -120,7 +120,11 @@ class GeneratorConformance(GeneratorCase):
         async def work() -> None:
             await generator.pause()
             tasks = [asyncio.ensure_future(one(priority)) for priority in [5] * count + [0] * count]
-            await asyncio.sleep(0.1)
+            for _ in range(300):
+                stats = await generator.stats()
+                if stats.running + stats.waiting == len(tasks):
+                    break
+                await asyncio.sleep(0.1)
             await generator.resume()
             await asyncio.gather(*tasks)
 
@@ -432,7 +436,8 @@ class GeneratorConformance(GeneratorCase):
             await some.wait()
             await generator.pause(keep=False)
             later = asyncio.ensure_future(generator.generate(self.request(self.prompts()[2])))
-            await asyncio.wait([running, later], timeout=0.3)
+            await asyncio.wait([running], timeout=300)
+            await asyncio.wait([later], timeout=0.3)
             keep("pause", running.done(), "a request that ran was not finished.")
             keep("pause", not later.done(), "a request was begun while it was paused.")
             await generator.resume()
@@ -482,8 +487,12 @@ class GeneratorConformance(GeneratorCase):
             for task in lost:
                 task.cancel()
             await asyncio.gather(*lost, return_exceptions=True)
-            await asyncio.sleep(0.1)
             stats = await generator.stats()
+            for _ in range(3000):
+                if stats.running + stats.waiting <= 1:
+                    break
+                await asyncio.sleep(0.1)
+                stats = await generator.stats()
             keep(
                 "cancelling",
                 stats.running + stats.waiting <= 1,

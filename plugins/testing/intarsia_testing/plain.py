@@ -29,7 +29,7 @@ def from_plain(value: Any) -> Any:
 def ask_another_process(module: str, config: Any, **question: Any) -> Any:
     """What `python -m module` answers, in JSON on the last line, to `{"config": ..., **question}` on its standard input. RuntimeError if it fails."""
     text = json.dumps({"config": to_plain(config), **question})
-    run = subprocess.run([sys.executable, "-m", module], input=text, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-m", module], input=text, capture_output=True, text=True, timeout=600, check=False)
     if run.returncode:
         said = " ".join(run.stderr.strip().splitlines()[-1:])
         # What a scaffold has left to write is left to write here as well.

@@ -268,7 +268,7 @@ def run_together(tasks: list[Callable[[], None]]) -> None:
 
     def run(task: Callable[[], None]) -> None:
         try:
-            start.wait(30)
+            start.wait(300)
             task()
         except BaseException as error:
             errors.append(error)
@@ -277,6 +277,6 @@ def run_together(tasks: list[Callable[[], None]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     if errors:
         raise errors[0]
