@@ -16,7 +16,7 @@ Shape suffixes: B rows, S tokens, H heads, K key dim, V value dim, N chunks, C t
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +79,7 @@ def gated_delta_rule(
         some = [x[:, at] for x in inputs]
         before_B1 = None if segment_BS is None else segment_BS[:, max(0, start - 1), None]
         masks = [None if x is None else x[:, at] for x in (segment_BS, real_BS)]
-        arguments = (settings, kept_BHKV, *some, before_B1, *masks)
+        arguments: tuple[Any, ...] = (settings, kept_BHKV, *some, before_B1, *masks)
         if span < tokens:
             y_BSHV, kept_BHKV = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
