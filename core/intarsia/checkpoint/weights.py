@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 def check_fit(weights: WeightReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """CheckpointError, with all that is wrong, unless the weights have exactly the names and shapes that a model wants."""
     found = weights.shapes()
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} belongs to nothing in the model. {did_you_mean(name, wanted)}" for name in found if name not in wanted]
-    problems += [
+    # Shapes first, since another size of the model is told best by them.
+    problems = [
         f"{name} has shape {list(found[name])}, the model's has {list(shape)}"
         for name, shape in wanted.items()
         if name in found and tuple(found[name]) != shape
     ]
+    problems += [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} belongs to nothing in the model. {did_you_mean(name, wanted)}" for name in found if name not in wanted]
     if problems:
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(f"The weights in {weights.location} do not fit the model:\n  " + "\n  ".join(problems[:8]) + more)
