@@ -30,5 +30,5 @@ if importlib.util.find_spec("triton"):
             "print(*found, sep='\\n'); sys.exit(any(outcome != 'kept' for _, outcome, _ in found))"
         )
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=240, check=False)
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600, check=False)
         assert run.returncode == 0, run.stdout + run.stderr

@@ -10,7 +10,7 @@ import pytest
 from _meshes import Meshes
 from parallel_recipes import write_documents
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(2400)
 
 TOLERANCE = 1e-5
 PIPELINE = ("engine=pipeline",)

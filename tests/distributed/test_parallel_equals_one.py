@@ -18,7 +18,7 @@ TOLERANCE = 1e-5
 JOBS = {job["name"]: job for make in SETS.values() for job in make()}
 
 # All meshes run at the first test's beginning.
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")

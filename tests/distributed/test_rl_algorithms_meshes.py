@@ -55,7 +55,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         yield one | meshes.run([job(name, ranks, recipe, more, compare=recipe) for name, (ranks, recipe, more) in MESHES.items()])
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_equals_one_process(name: str, answers: dict[str, Any]) -> None:
     expected, found = answers[MESHES[name][1]], answers[name]
@@ -88,7 +88,7 @@ def of_pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         yield one | made | cut | meshes.run([run("resumed", 1, [*kept, "mesh.dp_shard=1"], run="cut", resume=True)])
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_on_a_mesh_equal_one_process(name: str, of_pairs: dict[str, Any]) -> None:
     expected, found = of_pairs["one"], of_pairs[name]

@@ -144,5 +144,5 @@ def test_readmes_commands_run(tmp_path: Path) -> None:
     commands = list(readme())
     assert len(commands) >= 6
     for words in commands:
-        done = subprocess.run([sys.executable, "-m", "intarsia", *words], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        done = subprocess.run([sys.executable, "-m", "intarsia", *words], cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0 and done.stdout, (words, done.stderr)

@@ -25,7 +25,7 @@ def test_recipes_train(recipe: str, more: tuple[str, ...], turns: int, tmp_path:
         more = ()
     command = [sys.executable, "-c", "from intarsia.cli import run; run()", "train", recipe, "--dir", "run", "--quiet", *SMALL, *more]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
     )
     assert done.returncode == 0, done.stderr
     events = [event for event in read_events(tmp_path / "run") if event["event"] == "rollouts"]

@@ -26,7 +26,7 @@ def conformance(site: Path, *folders: Path) -> tuple[list[str], str]:
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--tb=no", "-c", "/dev/null", "--rootdir", str(site)]
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", *options, *(str(folder / "tests") for folder in folders)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     # The summary is left out: its lines are cut to the terminal's width, but whole where CI is set.
     report = done.stdout.partition("intarsia conformance")[2].partition("short test summary info")[0]

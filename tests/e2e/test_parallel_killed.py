@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from parallel_recipes import write_documents
 
 RECIPE = f"{Path(__file__).parents[1]}/distributed/parallel_recipes.py:deepseek"
-SMALL = ["train.steps=400", "checkpoint.every=2", "evaluation.every=0", "train.micro_batch=1", "train.global_batch=2"]
+SMALL = ["train.steps=20000", "checkpoint.every=2", "evaluation.every=0", "train.micro_batch=1", "train.global_batch=2"]
 
 
 def steps_of(directory: Path) -> list[int]:
@@ -41,22 +41,21 @@ def children_of(pid: int) -> dict[int, int]:
 @pytest.mark.parametrize("mesh", [("mesh.pp=2", "engine=pipeline", "engine.schedule=zb_h1"), ("mesh.ep=2",)])
 def test_the_others_end_and_the_run_goes_on(mesh: tuple[str, ...], tmp_path: Path) -> None:
     write_documents(tmp_path)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "INTARSIA_TIMEOUT_S": "60", "INTARSIA_TEST_DOCUMENTS": str(tmp_path)}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "INTARSIA_TIMEOUT_S": "3000", "INTARSIA_TEST_DOCUMENTS": str(tmp_path)}
     command = [sys.executable, "-m", "intarsia", "train"]
     directory = tmp_path / "run"
     begin = [*command, RECIPE, *SMALL, *mesh, "--processes", "2", "--dir", str(directory), "--quiet"]
     process = subprocess.Popen(begin, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    end = time.monotonic() + 150
     while len(steps_of(directory)) < 5:
-        assert process.poll() is None and time.monotonic() < end, process.communicate()[0]
+        assert process.poll() is None, process.communicate()[0]
         time.sleep(0.1)
     os.kill(children_of(process.pid)[1], signal.SIGKILL)
-    killed = time.monotonic()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode != 0 and time.monotonic() - killed < 90
+    # Long before the limit of a collective.
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode != 0
     assert "rank 1 was ended by SIGKILL" in output
     done = max(steps_of(directory))
     again = [*command, "--resume", str(directory), f"train.steps={done + 2}", "--processes", "2", "--quiet"]
-    resumed = subprocess.run(again, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180)
+    resumed = subprocess.run(again, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
     assert resumed.returncode == 0, resumed.stdout
     assert max(steps_of(directory)) == done + 2

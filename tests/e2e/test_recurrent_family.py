@@ -21,7 +21,7 @@ def test_cut_rows_train_as_whole_ones(tmp_path: Path) -> None:
 
     def run(module: str, *arguments: str) -> str:
         command = [sys.executable, "-m", module, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 

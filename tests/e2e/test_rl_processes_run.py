@@ -65,16 +65,16 @@ def test_a_generator_and_a_worker_are_killed_and_nothing_is_lost(tmp_path: Path)
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 800
     seen: set[int] = set()
-    for step, name in ((1, "generator-1"), (3, "environment")):
+    for step, name in ((1, "generator-1"), (2, "environment")):
         while step not in rollouts(place) and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         there = processes(run.pid)
         seen |= set(there.values())
         assert {"controller", "generator-0", name} <= set(there), (there, run.poll())
         os.kill(there[name], signal.SIGKILL)
-    _, errors = run.communicate(timeout=240)
+    _, errors = run.communicate(timeout=600)
     assert run.returncode == 0, errors
     found = rollouts(place)
     assert sorted(found) == list(range(1, STEPS + 1))

@@ -43,7 +43,7 @@ def commands() -> list[list[str]]:
     return found
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_tutorial(tmp_path: Path) -> None:
     write_files(tmp_path)
     environment = os.environ | {
@@ -56,7 +56,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
             ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if words[0] == "pytest" else ["-c", "from intarsia.cli import run; run()"]
         )
         done = subprocess.run(
-            [sys.executable, *program, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+            [sys.executable, *program, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, (words, done.stdout[-3000:], done.stderr[-3000:])
         ran.append((words[1], done.stdout))

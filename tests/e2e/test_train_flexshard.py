@@ -16,7 +16,7 @@ from intarsia_console.events import read_events
 
 RECIPE = f"{Path(__file__).with_name('train_recipes.py')}:tiny"
 SETTINGS = ("sharder=flexshard", "sharder.placement=flat", "sharder.master=split", "precision.compute=bfloat16", "optimizer=muon")
-DEADLINE_S = 120
+DEADLINE_S = 600
 # bfloat16 gradients of other micro-batches round otherwise.
 ROUNDING = 1e-4
 

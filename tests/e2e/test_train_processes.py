@@ -18,7 +18,7 @@ from intarsia.cli import main
 from intarsia_console.events import read_events
 
 RECIPE = f"{Path(__file__).with_name('train_recipes.py')}:tiny"
-DEADLINE_S = 120
+DEADLINE_S = 600
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,26 @@ def numbers(path: Path) -> list[float]:
     return [value for found in (steps, evaluations) for step in sorted(found) for value in found[step]]
 
 
-def start(*arguments: str, cache: Path, recipe: str | None = RECIPE) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "intarsia", "train", *([recipe] if recipe else []), *arguments, f"data.cache={cache}", "--quiet"]
+# The command, that stays where it has logged a step: whoever kills it in the middle does not come too late.
+STAYS = """
+import time
+from intarsia.cli import run
+from intarsia.train import events
+append = events._append
+
+def stay(path, record):
+    append(path, record)
+    while record["event"] == "step" and record["step"] == {step}:
+        time.sleep(60)
+
+events._append = stay
+run()
+"""
+
+
+def start(*arguments: str, cache: Path, recipe: str | None = RECIPE, stays: int | None = None) -> subprocess.Popen[str]:
+    module = ["-m", "intarsia"] if stays is None else ["-c", STAYS.format(step=stays)]
+    command = [sys.executable, *module, "train", *([recipe] if recipe else []), *arguments, f"data.cache={cache}", "--quiet"]
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -72,7 +90,7 @@ def test_killed_in_the_middle_and_resumed_equals_never_killed(cache: Path, tmp_p
     long = ("train.steps=60", "checkpoint.every=7")
     assert main(["train", RECIPE, "--dir", str(tmp_path / "whole"), *long, f"data.cache={cache}", "--quiet"]) == 0
     path = tmp_path / "killed"
-    process = start("--dir", str(path), *long, cache=cache)
+    process = start("--dir", str(path), *long, cache=cache, stays=50)
     wait_for(process, lambda: bool(events(path, "checkpoint")) and len(losses(path)) >= 10)
     process.kill()
     process.communicate()
@@ -85,7 +103,7 @@ def test_killed_in_the_middle_and_resumed_equals_never_killed(cache: Path, tmp_p
 
 def test_sigterm_saves_and_says_so(cache: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    process = start("--dir", str(path), "train.steps=5000", "checkpoint.every=null", cache=cache)
+    process = start("--dir", str(path), "train.steps=100000", "checkpoint.every=null", cache=cache)
     wait_for(process, lambda: len(losses(path)) >= 3)
     process.send_signal(signal.SIGTERM)
     code, text = finish(process)
@@ -138,7 +156,7 @@ def test_ranks_agree_on_what_is_not_finite(cache: Path, tmp_path: Path) -> None:
 
 def test_sigterm_reaches_all_ranks(cache: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    process = start("--dir", str(path), "--processes", "2", "mesh.dp_replicate=2", "train.steps=5000", cache=cache)
+    process = start("--dir", str(path), "--processes", "2", "mesh.dp_replicate=2", "train.steps=100000", cache=cache)
     wait_for(process, lambda: len(losses(path)) >= 3)
     process.send_signal(signal.SIGTERM)
     code, text = finish(process)
@@ -149,7 +167,7 @@ def test_sigterm_reaches_all_ranks(cache: Path, tmp_path: Path) -> None:
 
 def test_ranks_stop_when_their_launcher_is_killed(cache: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    process = start("--dir", str(path), "--processes", "2", "mesh.dp_replicate=2", "train.steps=5000", cache=cache)
+    process = start("--dir", str(path), "--processes", "2", "mesh.dp_replicate=2", "train.steps=100000", cache=cache)
     wait_for(process, lambda: len(losses(path)) >= 3)
     process.kill()
     deadline = time.monotonic() + DEADLINE_S

@@ -193,7 +193,7 @@ def test_what_is_typed_is_never_special(template: str, said: list[str], role: st
     assert [number for number in ids if number in special] == [number for number in plain if number in special]
     assert ours.decode(ids).count("x") >= 2
     # In pieces it is the same text: nothing is special across the borders of pieces either.
-    assert rendered(tuple(["x", *said, "x"]))[0] == ids
+    assert rendered(("x", *said, "x"))[0] == ids
 
 
 @settings(max_examples=60, deadline=None)
@@ -206,7 +206,7 @@ def test_ids_in_content_are_taken_as_they_are(template: str, parts: list[Any]) -
     content: list[Any] = ["k"]
     for part in parts:
         content += [part] if isinstance(part, str) else part
-    ids, mask = ours.render([Message("user", tuple([*content, "k"])), Message("assistant", (5, 6, "yes"))])
+    ids, mask = ours.render([Message("user", (*content, "k")), Message("assistant", (5, 6, "yes"))])
     given = [part for part in content if isinstance(part, int)]
     rest = iter(ids)
     assert all(number in rest for number in given), "ids are there, in order"

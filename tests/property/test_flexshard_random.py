@@ -189,7 +189,7 @@ def pools() -> Iterator[dict[int, Pool]]:
         yield {ranks: stack.enter_context(Pool(ranks)) for ranks in (1, 2, 3, 4)}
 
 
-@pytest.mark.timeout(3600 if THOROUGH else 300)
+@pytest.mark.timeout(3600 if THOROUGH else 1200)
 @hypothesis.settings(
     max_examples=EXAMPLES,
     derandomize=not THOROUGH,

@@ -28,7 +28,7 @@ PROMISED = (
 @pytest.mark.parametrize("name", [*PROMISED, "products"])
 def test_under_the_interpreter(name: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, env=environment, timeout=280, check=False)
+    run = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

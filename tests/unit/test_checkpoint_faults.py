@@ -256,7 +256,7 @@ def test_retention_waits_for_the_new_one() -> None:
     manager = OverStorage(slow, keep_last=1)
     manager.save(2, [state(2)])
     manager.save(3, [state(3)])
-    assert slow.waiting.wait(60)
+    assert slow.waiting.wait(600)
     assert load_newest(inner) == 1
     gate.set()
     manager.close()

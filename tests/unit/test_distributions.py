@@ -80,7 +80,7 @@ def test_a_wheel_of_the_kit_holds_its_templates(tmp_path: Path) -> None:
         str(tmp_path),
         str(folder),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()

@@ -41,7 +41,7 @@ class Trusting:
             return self.ended
         code = "import sys; sys.argv = ['main.py']; exec(compile(" + repr(files["main.py"]) + ", 'main.py', 'exec'))"
         done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", code], input=stdin, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-I", "-S", "-c", code], input=stdin, capture_output=True, text=True, timeout=600, check=False
         )
         return Completed("exit", done.returncode, done.stdout, done.stderr)
 

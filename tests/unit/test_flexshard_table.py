@@ -229,11 +229,11 @@ def test_the_command_reads_a_folder(table: ModuleType, tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
     (tmp_path / "muon.json").write_text(json.dumps(muon()))
     (tmp_path / "other.json").write_text("[1]")
-    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| large | step of ours / fsdp-best | 0.920 | 0.930 | met |" in done.stdout and "2 x NVIDIA H200" in done.stdout
     (tmp_path / "one.json").unlink()
-    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path), "--json"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path), "--json"], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert [row["section"] for row in json.loads(done.stdout) if row["verdict"] == "not measured"] == ["one"]
 

@@ -155,7 +155,7 @@ def test_a_payload_that_changes_its_form_is_told() -> None:
         engine.run(batches_of(4), 0.01, sharded)
 
     with pytest.raises((PluginError, RuntimeError), match=r"stage 0 hands on another payload|expected"):
-        run_ranks(2, work, timeout_s=5)
+        run_ranks(2, work)
 
 
 def test_capture_is_refused_by_name_where_it_cannot_be() -> None:

@@ -277,7 +277,7 @@ def test_a_pipelines_stages_add_up_and_wait() -> None:
     assert first.spent.compute + first.spent.bubble == pytest.approx(last.spent.compute + last.spent.bubble, rel=0.01)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_deepseek_v3_on_2048_ranks_takes_less_than_a_minute() -> None:
     recipe = resolve("deepseek_v3/671b", ["mesh.pp=16", "engine=pipeline", "mesh.ep=64"]).recipe
     start = time.process_time()

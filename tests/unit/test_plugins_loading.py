@@ -603,7 +603,7 @@ print(plugins.current().fingerprint())
 def spawn(site: Site, environment: dict[str, str]) -> subprocess.CompletedProcess:
     path = os.pathsep.join([str(site.path), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, "-c", CHILD], env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", CHILD], env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, timeout=600
     )
 
 

@@ -11,7 +11,7 @@ from intarsia_vllm.config import VllmConfig
 
 from tests.support.small_models import dense, experts, recipe_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 
 class TestVllm(GeneratorConformance):

@@ -23,7 +23,7 @@ from intarsia_rl.weights.build import build_model, fill_initial
 from intarsia_vllm.config import VllmConfig
 from intarsia_vllm.generator import VllmGenerator, build
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 MODELS = [("llama3/debug", "float32"), ("llama3/debug", "bfloat16"), ("deepseek_v3/debug", "float32"), ("deepseek_v3/debug", "bfloat16")]
 CHUNK = 48

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from intarsia_console.events import read_events
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 RECIPES = Path(__file__).with_name("_recipes.py")
 STEPS = 20
