@@ -93,8 +93,8 @@ class TokenizerJson:
             )
         if not config.turn_start:
             raise UsageError(
-                "tokenizer_json: conversations need to know how turns are marked. Use a chat template (data.tokenizer=templated, this tokenizer in it, "
-                "data.tokenizer.template=folder), or set data.tokenizer.turn_start (with {role} in it) and data.tokenizer.turn_end."
+                "tokenizer_json: conversations need to know how turns are marked. Set data.tokenizer.turn_start (with {role} in it) and "
+                "data.tokenizer.turn_end, as the model's chat template has them; or use the template itself: data.tokenizer=templated, with this tokenizer in it."
             )
         ids: list[int] = []
         mask: list[bool] = []

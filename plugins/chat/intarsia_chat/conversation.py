@@ -201,11 +201,12 @@ class Conversation:
             end = text.find(frame.end, begin, stop)
             position = stop if end < 0 else end + len(frame.end)
             found.append((begin, position, header_end))
-        if prompt and found and found[-1][0] == len(text):  # the header of the turn that is asked for
+        if not frame.prompt and found and found[-1][0] == len(text):  # a user's turn that nobody has answered
             found.pop()
-        if len(found) != len(speakers):
+        headers = text.count(frame.header, 0, stop) - (not frame.prompt and text.endswith(frame.header))
+        if not len(found) == len(speakers) == headers:
             raise UsageError(
-                f"Chat template {self.template.name} writes {len(found)} turns of the assistant for a conversation with {len(speakers)}, so it cannot be told what is to be trained on. "
+                f"Chat template {self.template.name} writes {headers} turns of the assistant for a conversation with {len(speakers)}, so it cannot be told what is to be trained on. "
                 "Join messages of the assistant that follow one another, or use another template."
             )
         return [Region(number, *place) for number, place in zip(speakers, found, strict=True)]

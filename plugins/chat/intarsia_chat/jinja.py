@@ -19,8 +19,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-WORK = 2_000_000
-"""Rounds of loops and calls of one rendering. A conversation of a thousand turns needs about 50,000."""
+WORK, WORK_OF_MESSAGE = 200_000, 1_000
+"""Rounds of loops and calls of one rendering, and how many more for each message, of which a template needs about 20."""
 
 _METHODS = (
     "append capitalize count endswith find get index isalnum isalpha isdigit islower isspace isupper items join keys lower lstrip partition pop removeprefix "
@@ -100,7 +100,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """Count a round of a loop, or a call."""
         self.left -= 1
         if self.left < 0:
-            raise TooMuch(f"it does not end within {WORK:,} rounds of loops and calls")
+            raise TooMuch("it does not end within as many rounds of loops and calls as its messages could need")
 
     def sized(self, value: Any) -> Any:
         """`value`, with no more text in it than a conversation may have. What a list holds twice counts twice: written out, it is there twice."""
@@ -216,7 +216,7 @@ class CompiledTemplate:
         """The text of a conversation. `messages` are its dicts; `variables` whatever else the template is told."""
         environment, seen = self._environment, [-1]
         views = [MessageView(message, number, seen) for number, message in enumerate(messages)]
-        environment.left = WORK
+        environment.left = WORK + WORK_OF_MESSAGE * len(messages)
         pieces, length = [], 0
         try:
             for piece in self._template.generate(messages=views, **variables):
