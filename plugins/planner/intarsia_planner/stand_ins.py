@@ -5,6 +5,7 @@
 | attention | q, k, v, the output, log-sum-exps (float32) | flash attention, arXiv 2205.14135; `kernels/intarsia_kernels/attention` calls nothing else |
 | cross_entropy | the gradients by hidden states and, in float32, by the weight; one chunk's logits while it runs | `kernels/intarsia_kernels/loss/triton_cross_entropy.py` |
 | rms_norm | x, the weight, the reciprocal root for each row (float32) | `kernels/intarsia_kernels/norm/triton_rms_norm.py` |
+| gated_delta_rule | the inputs, and of each chunk its state, two triangles and seven factors (`delta_rule`) | `kernels/intarsia_kernels/delta_rule/rule.py` |
 
 Other operators' kernels keep what their references do.
 """
@@ -20,6 +21,8 @@ from intarsia.contracts import KernelEntry
 from intarsia.ops.operator import Choice
 from intarsia.plugins import Plugins
 from torch import Tensor
+
+from intarsia_planner.delta_rule import gated_delta_rule
 
 
 @torch.library.custom_op("intarsia_planner::attention", mutates_args=())
@@ -138,7 +141,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *further: Any, **settings: A
     return _Norm.apply(x, weight, eps)
 
 
-STAND_INS = {"attention": attention, "cross_entropy": cross_entropy, "rms_norm": rms_norm}
+STAND_INS = {"attention": attention, "cross_entropy": cross_entropy, "rms_norm": rms_norm, "gated_delta_rule": gated_delta_rule}
 
 
 class _Elsewhere:

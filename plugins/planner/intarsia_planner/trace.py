@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from intarsia_planner import delta_rule
 from intarsia_planner.fake import Log, Message
 
 
@@ -113,6 +114,15 @@ class Watch(TorchDispatchMode):
             self.work.attention[q.shape[-1], is_backward, False] += int(
                 pairs * (q.shape[-1] + v.shape[-1]) * 2 * (2.5 if is_backward else 1)
             )
+            return
+        if name.startswith("intarsia_planner.delta_rule"):
+            is_backward = name.endswith("backward")
+            _, k, v = inputs[is_backward : 3 + is_backward]
+            for shape, count in delta_rule.products(k, v, is_backward):
+                self.work.products[shape] += count
+            # Two launches forwards and three backwards read and write all of it.
+            self.work.moved += sum(each.numel() * each.element_size() for each in (*inputs, *outputs)) * (2 + is_backward)
+            self.work.launches += 2 + is_backward
             return
         if name == "intarsia_planner.cross_entropy":
             hidden, weight = inputs[:2]
