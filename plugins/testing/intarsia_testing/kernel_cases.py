@@ -105,6 +105,21 @@ def _offset_rms_norm(normal: Normal) -> Iterator[Case]:
             yield case
 
 
+def _layer_norm(normal: Normal) -> Iterator[Case]:
+    for rows, dim in ((1, 1), (15, 63), (63, 300), (0, 100)):
+        tensors = {"x_ND": normal(rows, dim), "weight_D": normal(dim), "bias_D": normal(dim)}
+        yield Case(f"{rows} rows of {dim}", tensors, {"eps": 1e-6}, ("x_ND",))
+    tensors = {"x_ND": 100 * normal(5, 300) + 1e3, "weight_D": normal(300), "bias_D": normal(300)}
+    yield Case("far from zero", tensors, {"eps": 1e-6}, ("x_ND",))
+
+
+def _segment_attention(normal: Normal) -> Iterator[Case]:
+    for lengths, heads, dim in (((1,), 1, 8), ((15, 0, 63, 1), 2, 72), ((64, 64, 16), 3, 100), ((300, 7), 2, 64), ((), 2, 72)):
+        q_NHD, k_NHD, v_NHD = (normal(sum(lengths), heads, dim) for _ in range(3))
+        tensors = {"q_NHD": q_NHD, "k_NHD": k_NHD, "v_NHD": v_NHD}
+        yield Case(f"segments of {lengths}, {heads} heads of {dim}", tensors, {"lengths": lengths, "scale": dim**-0.5})
+
+
 def _sigmoid_gate(normal: Normal) -> Iterator[Case]:
     for rows, dim in ((1, 1), (15, 63), (63, 300)):
         yield Case(f"{rows} rows of {dim}", {"x_ND": normal(rows, dim), "gate_ND": normal(rows, dim)}, {}, ("x_ND", "gate_ND"))
@@ -271,6 +286,8 @@ _CASES: dict[str, Callable[[Normal], Iterator[Case]]] = {
     "rms_norm": _rms_norm,
     "offset_rms_norm": _offset_rms_norm,
     "sigmoid_gate": _sigmoid_gate,
+    "layer_norm": _layer_norm,
+    "segment_attention": _segment_attention,
     "rope": _rope,
     "swiglu": _swiglu,
     "embedding": _embedding,

@@ -41,6 +41,7 @@ def _cuda(op: str, why: str, kernel: str = REFERENCE, **environment: str) -> Row
 
 
 _ROW_BY_ROW = "Each row or element by itself, by exact roundings and functions that do not depend on where it lies."
+_BY_SEGMENT = "Each segment in a call of its own, whose shapes are the segment's."
 _BY_LINEAR = "By what is in force for linear."
 _SEGMENTS = "Each segment by itself, in products whose shapes are its own."
 _REFUSED = "intarsia-rl:gated_delta_rule/refused"
@@ -57,6 +58,8 @@ ROWS = (
     _cpu("sigmoid_gate", "By the exponential, as swiglu."),
     _cpu("rms_norm", "torch sums each row by itself and in one order (rows of fewer than 32768 columns).", REFERENCE),
     _cpu("offset_rms_norm", "As rms_norm.", REFERENCE),
+    _cpu("layer_norm", "As rms_norm.", REFERENCE),
+    _cpu("segment_attention", _BY_SEGMENT, REFERENCE),
     _cpu("layer_norm", "torch computes each row by itself.", REFERENCE),
     _cpu("segment_attention", _SEGMENTS, REFERENCE),
     _cpu("rope", _ROW_BY_ROW, REFERENCE),
@@ -92,6 +95,8 @@ ROWS = (
     _cuda("router_sigmoid", _ROW_BY_ROW, "router_sigmoid/tiled"),
     _cuda("rms_norm", "torch's fused norm: a program for each row."),
     _cuda("offset_rms_norm", "As rms_norm."),
+    _cuda("layer_norm", "torch's norm: a block of threads for each row."),
+    _cuda("segment_attention", _BY_SEGMENT),
     _cuda("sigmoid_gate", _ROW_BY_ROW),
     _cuda("layer_norm", "torch computes each row by itself."),
     _cuda("segment_attention", _SEGMENTS),
