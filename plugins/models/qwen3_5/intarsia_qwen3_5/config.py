@@ -18,7 +18,7 @@ from intarsia_models_common.linear_attention.config import GatedDeltaNetConfig
 from intarsia_models_common.moe.config import GatedSwiGLUConfig, MoEConfig, SoftmaxRouterConfig
 from intarsia_models_common.vision.config import VisionConfig, VisionLanguageModelConfig
 
-BALANCE_LOSS = 1e-3
+JOINT_LOSS = 1e-3
 """Coefficient of the router's auxiliary loss, `router_aux_loss_coef` in their configs."""
 
 FULL_EVERY = 4
@@ -112,7 +112,7 @@ def in_turns(linear: MixerConfig, full: MixerConfig, layers: int) -> list[MixerC
     return [linear if (layer + 1) % FULL_EVERY else full for layer in range(layers)]
 
 
-def experts(count: int, top_k: int, hidden: int, shared: int, joint_loss: float = BALANCE_LOSS) -> MoEConfig:
+def experts(count: int, top_k: int, hidden: int, shared: int, joint_loss: float = JOINT_LOSS) -> MoEConfig:
     """A softmax over all experts, the chosen ones' weights normalised, and a shared expert behind a gate of its own; balanced by a loss."""
     router = SoftmaxRouterConfig(experts=count, top_k=top_k, joint_loss=joint_loss)
     return MoEConfig(router=router, hidden=hidden, shared=GatedSwiGLUConfig(hidden=shared))

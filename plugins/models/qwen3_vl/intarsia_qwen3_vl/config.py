@@ -7,7 +7,7 @@ from intarsia_models_common.config import AttentionConfig, BlockConfig, FeedForw
 from intarsia_models_common.moe.config import MoEConfig, SoftmaxRouterConfig
 from intarsia_models_common.vision.config import VisionConfig, VisionLanguageModelConfig
 
-BALANCE_LOSS = 1e-3
+JOINT_LOSS = 1e-3
 """Coefficient of the router's auxiliary loss, `router_aux_loss_coef` in their configs."""
 
 
@@ -63,7 +63,7 @@ def qwen3_vl(
     )
 
 
-def experts(count: int, top_k: int, hidden: int, joint_loss: float = BALANCE_LOSS) -> MoEConfig:
+def experts(count: int, top_k: int, hidden: int, joint_loss: float = JOINT_LOSS) -> MoEConfig:
     """A mixture of experts as Qwen3 has it: a softmax over all, the chosen ones' weights normalised, no shared expert, balanced by a loss."""
     return MoEConfig(router=SoftmaxRouterConfig(experts=count, top_k=top_k, joint_loss=joint_loss), hidden=hidden)
 
