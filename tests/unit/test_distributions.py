@@ -21,6 +21,9 @@ PROJECTS: dict[Path, dict[str, Any]] = {folder: tomllib.loads((folder / "pyproje
 OF_CORE = {"torch", "numpy", "chz", "pluggy"}
 """Core decides these versions, so whoever depends on `intarsia` may import them."""
 
+OTHERWISE_NAMED = {"PIL": "pillow"}
+"""Modules whose distributions are called otherwise."""
+
 WITH_TORCH = {"triton"}
 """Comes with CUDA builds of torch, and a kernel that needs it says so."""
 
@@ -47,7 +50,7 @@ def imports_of(package: Path) -> set[str]:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
 def test_imports_are_declared_and_declared_is_imported(folder: Path) -> None:
-    first_party = {package.name: PROJECTS[other]["name"] for other in FOLDERS for package in packages_of(other)}
+    first_party = {package.name: PROJECTS[other]["name"] for other in FOLDERS for package in packages_of(other)} | OTHERWISE_NAMED
     project = PROJECTS[folder]
     imported = {first_party.get(module, module) for package in packages_of(folder) for module in imports_of(package)} - {project["name"]}
     needed = {name_of(requirement) for requirement in project["dependencies"]}
