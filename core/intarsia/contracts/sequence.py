@@ -87,9 +87,10 @@ class SequenceContext(Protocol):
         returns."""
 
     def recurrent(self, mixer: str, cache: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
-        """A recurrence with a state for each sequence, which is the mixer's cache of this name. `inputs` are [B, S, ...]; anything else goes into `settings`. The context calls `update(*inputs, state=..., documents_BS=..., counts_B=...,
-        **settings)`, which returns (outputs, new state), and keeps the state between calls; `state` None is the beginning. `update` begins anew wherever the document
-        changes within a row; of row b only the first `counts_B[b]` tokens are real (None: all), and those behind leave the state as it was.
+        """A recurrence with a state for each sequence, which is the mixer's cache of this name. `inputs` are [B, S, ...]; anything else goes into `settings`. The context
+        calls `update(*inputs, state=..., documents_BS=..., counts_B=..., **settings)`, which returns (outputs, new state), and keeps the state between calls; `state`
+        None is the beginning. `update` begins anew wherever the document changes within a row; of row b only the first `counts_B[b]` tokens are real (None: all), and
+        those behind leave the state as it was.
         For rows that are cut over ranks `update` needs two functions: `carry(*inputs, documents_BS=..., **settings)`, a tuple of tensors [B, ...] that says what
         these tokens do to any state (its last: the state at their end, from zeros), and `combine(earlier, later)`, the carry of both. Returns the outputs."""
 
