@@ -301,9 +301,9 @@ def test_of_several_processes_one_builds(tmp_path):
     processes = [context.Process(target=_build_in_process, args=(str(tmp_path), results)) for _ in range(3)]
     for process in processes:
         process.start()
-    answers = [results.get(timeout=60) for _ in processes]
+    answers = [results.get(timeout=600) for _ in processes]
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=600)
     assert sorted(read for read, _ in answers) == [0, 0, 5000]
     assert len({digest for _, digest in answers}) == 1
 
@@ -326,4 +326,4 @@ def test_configs_import_neither_torch_nor_numpy():
         "import sys, intarsia_data, intarsia_data.config, intarsia_arrow.plugin, intarsia_arrow.config, intarsia_huggingface.plugin, "
         "intarsia_huggingface.config; sys.exit(bool({'torch', 'numpy', 'pyarrow', 'tokenizers'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=600).returncode == 0
