@@ -8,13 +8,20 @@ import pytest
 import torch
 from intarsia.comm import Communicator
 from intarsia_eager.context import TrainContext
+from intarsia_llama3 import recipes
 from intarsia_models_common.build import Linear, Scope, build
 from intarsia_models_common.config import AttentionConfig, RMSNormConfig, RopeConfig, SwiGLUConfig
 from intarsia_models_common.feed_forward import SwiGLU
 from intarsia_models_common.norm import RMSNorm
 from intarsia_models_common.rope import Rope
+from intarsia_models_common.vision.base import TokenFeatures, pick
+from intarsia_models_common.vision.config import VisionConfig
+from intarsia_models_common.vision.sharding import vision_rows
+from intarsia_models_common.vision.tower import VisionTower
+from intarsia_parallel.config import DeclaredConfig
 from intarsia_parallel.roles import row
 from intarsia_parallel.roles.sequence import Sequence
+from intarsia_parallel.table import Placed
 from intarsia_testing import RoleConformance
 from torch import Tensor, nn
 
@@ -81,6 +88,55 @@ class TestAttentionHeads(RoleConformance):
     def call(self, module: nn.Module, x_BSD: Tensor, length: int) -> Tensor:
         context = TrainContext(torch.arange(length).expand(2, length))
         return module["mixer"](x_BSD, Rope(RopeConfig(dim=4), SCOPE)(context.positions_BS), context)  # type: ignore[index]
+
+
+class Seeing(nn.Module):
+    """A tower, and what puts its features into a stream of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = VisionTower(VisionConfig(depth=2, dim=16, hidden=20, heads=2, out_dim=24, patch=2, table=3, deepstack=(0,)), SCOPE)
+        self.visual_rows = TokenFeatures()
+
+    def forward(self, x_BSD: Tensor, length: int) -> Tensor:
+        grids = ((1, 2, 2), (2, 2, 2), (1, 2, 4))[: length // 3]
+        visual_BS = torch.full((2, length), -1)
+        visual_BS[0, : min(length, 3)] = torch.tensor([0, -1, 1])[: min(length, 3)]
+        visual_BS[1, -2:] = torch.tensor([2, 3])[:2]
+        features = sum(frames * rows * columns // 4 for frames, rows, columns in grids)
+        visual_BS[visual_BS >= features] = -1
+        patches_NC = torch.randn(4 * features, 24, generator=torch.Generator().manual_seed(length))
+        found_MD, (deepstack_MD,) = self.visual(patches_NC, grids)
+        rows_BS = self.visual_rows(visual_BS)
+        x_BSD = torch.where((rows_BS >= 0)[..., None], pick(found_MD, rows_BS, x_BSD.dtype), x_BSD)
+        return x_BSD * 2 + pick(deepstack_MD, rows_BS, x_BSD.dtype)
+
+
+class TestMedia(RoleConformance):
+    entry = "intarsia-parallel:media"
+    rows = tuple((f"sees.{name}", role, {}) for name, role, _ in vision_rows("visual"))
+    vision = "whole"
+
+    def module(self) -> nn.Module:
+        return nn.ModuleDict({"sees": Seeing()})
+
+    def call(self, module: nn.Module, x_BSD: Tensor, length: int) -> Tensor:
+        return module["sees"](x_BSD, length)  # type: ignore[index]
+
+    def _placed(self, module: nn.Module) -> list[Placed]:
+        placed = super()._placed(module)
+        for each in placed:
+            if each.role_name == "media":
+                each.role.prepare(DeclaredConfig(vision=self.vision), recipes.debug())  # type: ignore[attr-defined]
+        return placed
+
+
+class TestMediaShared(TestMedia):
+    vision = "shared"
+
+
+class TestOwnTokens(TestMedia):
+    entry = "intarsia-parallel:own_tokens"
 
 
 def unsummed(partial: Tensor, dim: int, counts: Any, comm: Communicator, what: str) -> Tensor:
