@@ -18,7 +18,6 @@ from intarsia import logical
 from intarsia.errors import UsageError
 from torch import Tensor
 
-from intarsia_models_common.moe.balance import is_recomputed
 from intarsia_models_common.moe.config import MoEConfig
 
 NAME = "moe.joint_loss"
@@ -89,8 +88,8 @@ def _opened(statistics: Tensor) -> Iterator[None]:
 
 
 def add(weights_NK: Tensor, pairs_E: Tensor, mass_E: Tensor, tokens: Tensor) -> Tensor:
-    """`weights_NK`, through which what a router counted joins the statistics of the forward pass that is under way; with none, or in a recomputation, nothing does."""
-    if _open.statistics is None or is_recomputed():
+    """`weights_NK`, through which what a router counted joins the statistics of the forward pass that is under way; in a recomputation there is none, and nothing does."""
+    if _open.statistics is None:
         return weights_NK
     weights_NK, _open.statistics = _Join.apply(weights_NK, _open.statistics, pairs_E, mass_E, tokens)
     return weights_NK
