@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import time
@@ -21,6 +22,8 @@ from intarsia_multimodal.contracts import MediaError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "MPO", "PPM")
 """Formats that Pillow decodes itself; others (EPS, say) would start programs."""
+for _name in ("Png", "Jpeg", "WebP", "Gif", "Bmp", "Tiff", "Mpo", "Ppm"):
+    importlib.import_module(f"PIL.{_name}ImagePlugin")  # where formats are named, Pillow does not do it
 ORIENTATION = 0x0112
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -41,12 +44,12 @@ def is_url(data: object) -> bool:
 
 
 def describe(media: Media) -> str:
-    """A medium in messages: its path or URL, or what it is."""
+    """A medium in messages: what it is, and its path or URL, or how large it is."""
     if isinstance(media.data, str):
-        return media.data
+        return f"{media.kind} {media.data}"
     if isinstance(media.data, bytes):
-        return f"a {media.kind} of {len(media.data)} bytes"
-    return f"a {media.kind} of {len(media.data)} given frames"
+        return f"{media.kind} of {len(media.data)} bytes"
+    return f"{media.kind} of {len(media.data)} given frames"
 
 
 @contextlib.contextmanager

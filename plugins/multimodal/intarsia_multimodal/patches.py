@@ -107,7 +107,7 @@ class PatchProcessor:
         try:
             return self._image_block(medium) if medium.kind == "image" else self._video_block(medium)
         except MediaError as error:
-            raise MediaError(f"{medium.kind} {media.describe(medium)}: {error}") from error
+            raise MediaError(f"{media.describe(medium)}: {error}") from error
 
     def _image_block(self, medium: Media) -> Block:
         if isinstance(medium.data, tuple):
@@ -163,7 +163,7 @@ class PatchProcessor:
             stop = at + len(block.ids)
             if at < 0 or tuple(ids[at:stop].tolist()) != block.ids:
                 raise UsageError(
-                    f"the tokens around {block.media.kind} {media.describe(block.media)} are not those that were put there: the tokenizer has changed them, or the document has placeholders of its own"
+                    f"the tokens around {media.describe(block.media)} are not those that were put there: the tokenizer has changed them, or the document has placeholders of its own"
                 )
             yield Slot(
                 block.media, at, stop, tuple((at + first, count) for first, count in block.spans), block.grid, block.frames, block.size
@@ -181,7 +181,7 @@ class PatchProcessor:
         try:
             return self._loaded(slot)
         except MediaError as error:
-            raise MediaError(f"{slot.media.kind} {media.describe(slot.media)}: {error}") from error
+            raise MediaError(f"{media.describe(slot.media)}: {error}") from error
 
     def _loaded(self, slot: Slot) -> numpy.ndarray:
         config, data = self.config, slot.media.data
