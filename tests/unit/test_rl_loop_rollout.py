@@ -375,13 +375,18 @@ def test_samples_are_json_and_come_back_whole() -> None:
     import dataclasses
     import json
 
-    from intarsia.contracts import ToolCall
-    from intarsia.contracts.environment import Image
+    from intarsia.contracts import Media, ToolCall
     from intarsia_rl.contracts import Failure, Routes
 
     sample = multi()
     segment = dataclasses.replace(sample.segments[0], routes=Routes(b"\x01\x00\xff\xff", (1, 1, 2)))
-    turn = Turn("assistant", ("a", Image(b"png", "image/png")), (1, 2), (ToolCall("1", "f", "{}"),), None, "other")
+    media = (
+        Media("image", b"png", "image/png"),
+        Media("image", "/data/one.png"),
+        Media("video", (b"frame", b"other")),
+        Media("video", b"mp4"),
+    )
+    turn = Turn("assistant", ("a", *media), (1, 2), (ToolCall("1", "f", "{}"),), None, "other")
     sample = dataclasses.replace(
         sample, segments=(segment, *sample.segments[1:]), turns=(*sample.turns, turn), audit_log_probs=((0.1,), (0.2,))
     )

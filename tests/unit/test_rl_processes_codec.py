@@ -10,12 +10,12 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from intarsia.contracts import Image, Limits, Observation, StepResult, Task, ToolCall, ToolSpec, Turn
+from intarsia.contracts import Limits, Media, Observation, StepResult, Task, ToolCall, ToolSpec, Turn
 from intarsia_rl.contracts import Failure, Generated, Request, Routes, Sample, Sampling, Segment, WeightVersion
 from intarsia_rl.processes.codec import CodecError, MessageTooLarge, check, decode, encode
 from intarsia_testing.rl_doubles import through
 
-TURN = Turn("assistant", ("see", Image(b"\x89PNG\x00", "image/png")), (1, 2, 3), (ToolCall("c", "guess", '{"x": 1}'),))
+TURN = Turn("assistant", ("see", Media("image", b"\x89PNG\x00", "image/png")), (1, 2, 3), (ToolCall("c", "guess", '{"x": 1}'),))
 TOOL = ToolSpec("guess", "Guess.", {"type": "object", "properties": {}})
 SEGMENT = Segment(
     tuple(range(40)), tuple(i % 3 == 0 for i in range(40)), tuple(-i / 3 for i in range(40)), (7,) * 40, Routes(b"\0\1" * 4, (2, 2, 1))
@@ -26,6 +26,7 @@ VALUES = [
     StepResult(None, 0.1, True, False, {"turns": 2}),
     Task("train/1", {"a": [1, {"b": None}]}, "train"),
     Limits(turns=3),
+    Turn("user", (Media("video", tuple(bytes([number]) for number in range(20))), "of", Media("image", "/data/one.png"))),
     Request("r", (1, 2), Sampling(8, stop=("\n",), stop_ids=(0,), seed=2**63), (5,), True, -1, (b"jpeg",)),
     Generated("r", (3,) * 20, (-0.1,) * 20, (4,) * 20, "eos", None, 1, 0.5, 2.0),
     WeightVersion(3, "shared_memory", {"name": "/x", "bytes": 1 << 40}, {"w": "ab"}, {"w": "bfloat16"}),

@@ -7,7 +7,7 @@ import math
 
 import pytest
 from intarsia import plugins
-from intarsia.contracts import Image, Observation, Task, Turn
+from intarsia.contracts import Media, Observation, Task, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import DistributedError, NumericsError, PluginError, UsageError
 from intarsia_rl.contracts import Request, Sampling, WeightVersion
@@ -568,7 +568,7 @@ def test_an_environment_that_cannot_be_built_says_why():
         (Observation(("text",)), "a str as turn 0 of its observation"),  # type: ignore[arg-type]
         (Observation(None), "whose turns are a NoneType"),  # type: ignore[arg-type]
         ("text", "which is no Observation"),
-        (Observation((Turn("user", ("text", Image(b"", "image/png"))),)), None),
+        (Observation((Turn("user", ("text", Media("image", b"", "image/png"))),)), None),
         (None, None),
     ],
 )

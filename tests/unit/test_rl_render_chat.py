@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-from intarsia.contracts import Message, ToolSpec, Turn
-from intarsia.contracts.environment import Image, ToolCall
+from intarsia.contracts import Media, Message, ToolSpec, Turn
+from intarsia.contracts.environment import ToolCall
 from intarsia.errors import PluginError, UsageError
 from intarsia_data.config import ByteTokenizerConfig
 from intarsia_data.tokenizer import ByteTokenizer
@@ -218,7 +218,7 @@ def test_answers_of_tools_may_take_another_role():
 
 def test_what_it_cannot_render_is_refused():
     with pytest.raises(UsageError, match="image"):
-        chat().begin([Turn("user", ("see", Image(b"", "image/png")))], ())
+        chat().begin([Turn("user", ("see", Media("image", b"", "image/png")))], ())
     assert chat().begin([Turn("user", ("a", "b"))], ()) == [BOS, USER, *b"ab", END, ASSISTANT]
     with pytest.raises(UsageError, match="no role"):
         chat(ByteTokenizer(ByteTokenizerConfig(roles=("user",))))

@@ -12,8 +12,8 @@ import threading
 import time
 
 import pytest
-from intarsia.contracts import Rubric, Task, Turn
-from intarsia.contracts.environment import EnvironmentFailure, Image, ToolCall
+from intarsia.contracts import Media, Rubric, Task, Turn
+from intarsia.contracts.environment import EnvironmentFailure, ToolCall
 from intarsia.errors import UsageError
 from intarsia_rl.rubrics import EachRubric, Endpoint, GroupRubric, JudgeRubric, distinct, read_score, transcript
 
@@ -181,7 +181,7 @@ def test_a_policy_may_be_the_judge():
 
 
 def test_a_transcript_shows_calls_and_images():
-    turns = [Turn("user", ("see", Image(b"", "image/png"))), Turn("assistant", "", tool_calls=(ToolCall("a", "add", "{}"),))]
+    turns = [Turn("user", ("see", Media("image", b"", "image/png"))), Turn("assistant", "", tool_calls=(ToolCall("a", "add", "{}"),))]
     assert transcript(TASK, turns) == "user: see [image]\n\nassistant: \n[calls add with {}]"
 
 

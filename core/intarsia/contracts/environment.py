@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from intarsia.contracts.data import Media
 
 Boundary = Literal["model", "tool", "sandbox", "scorer", "environment"]
 
@@ -20,14 +23,6 @@ class EnvironmentFailure(Exception):
         super().__init__(f"{boundary}: {message}")
         self.boundary: Boundary = boundary
         self.retry = retry
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Image:
-    """An image by content: PNG or JPEG bytes. Stability: private until multimodal environments land."""
-
-    data: bytes
-    media_type: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,10 +45,10 @@ class ToolSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of an episode. `tokens` are the exact ids where the policy generated it. `actor` names the policy in self-play. Stability: provisional."""
+    """One message of an episode: text, or texts and media in turns. `tokens` are the exact ids where the policy generated it. `actor` names the policy in self-play. Stability: provisional."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | tuple[str | Image, ...]
+    content: str | tuple[str | Media, ...]
     tokens: tuple[int, ...] | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None

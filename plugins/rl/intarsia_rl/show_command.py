@@ -243,7 +243,7 @@ def text_of(turn: Record) -> str:
     content = (
         turn["content"]
         if isinstance(turn["content"], str)
-        else "".join(part if isinstance(part, str) else "[image]" for part in turn["content"])
+        else "".join(part if isinstance(part, str) else f"[{part['kind']}]" for part in turn["content"])
     )
     calls = "".join(f" {call['name']}({call['arguments']})" for call in turn.get("tool_calls", ()))
     return content + calls

@@ -20,8 +20,8 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, get_args
 
-from intarsia.contracts import Environment, Episode, Limits, Observation, Rubric, StepResult, Task, ToolCall, Turn
-from intarsia.contracts.environment import Boundary, EnvironmentFailure, Image
+from intarsia.contracts import Environment, Episode, Limits, Media, Observation, Rubric, StepResult, Task, ToolCall, Turn
+from intarsia.contracts.environment import Boundary, EnvironmentFailure
 from intarsia.errors import UsageError
 from intarsia.plugins import current
 
@@ -412,8 +412,8 @@ def check_turn(turn: Any, words: str) -> None:
     parts = (turn.content,) if isinstance(turn.content, str) else turn.content
     keep(
         "observations",
-        isinstance(parts, tuple) and all(isinstance(part, (str, Image)) for part in parts),
-        f"{words}: a turn's content is {turn.content!r}; it is text, or a tuple of texts and Images.",
+        isinstance(parts, tuple) and all(isinstance(part, (str, Media)) for part in parts),
+        f"{words}: a turn's content is {turn.content!r}; it is text, or a tuple of texts and Media.",
     )
     keep("tool answers", turn.role != "tool" or turn.tool_call_id, f"{words}: a turn of role `tool` must say which call it answers.")
     keep(

@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from intarsia.contracts import ToolCall, Turn
-from intarsia.contracts.environment import Image
+from intarsia.contracts import Media, ToolCall, Turn
 
 from intarsia_rl.contracts import Failure, Routes, Sample, Segment
 from intarsia_rl.controller.buffer import Group
@@ -18,10 +17,7 @@ def turn_to_json(turn: Turn) -> dict[str, Any]:
     """A turn; fields that say nothing are left out."""
     content: Any = turn.content
     if not isinstance(content, str):
-        content = [
-            part if isinstance(part, str) else {"media_type": part.media_type, "data": base64.b64encode(part.data).decode()}
-            for part in content
-        ]
+        content = [part if isinstance(part, str) else media_to_json(part) for part in content]
     value: dict[str, Any] = {"role": turn.role, "content": content}
     if turn.tokens is not None:
         value["tokens"] = list(turn.tokens)
@@ -34,11 +30,33 @@ def turn_to_json(turn: Turn) -> dict[str, Any]:
     return value
 
 
+def media_to_json(media: Media) -> dict[str, Any]:
+    """An image or a video: a file's content and frames in base64, a file's path as it is."""
+    value: dict[str, Any] = {"kind": media.kind, "media_type": media.media_type}
+    if isinstance(media.data, str):
+        return {**value, "path": media.data}
+    if isinstance(media.data, bytes):
+        return {**value, "data": base64.b64encode(media.data).decode()}
+    return {**value, "frames": [base64.b64encode(frame).decode() for frame in media.data]}
+
+
+def media_from_json(value: Mapping[str, Any]) -> Media:
+    """The image or video."""
+    data: bytes | str | tuple[bytes, ...]
+    if "path" in value:
+        data = value["path"]
+    elif "data" in value:
+        data = base64.b64decode(value["data"])
+    else:
+        data = tuple(base64.b64decode(frame) for frame in value["frames"])
+    return Media(value["kind"], data, value["media_type"])
+
+
 def turn_from_json(value: Mapping[str, Any]) -> Turn:
     """The turn."""
     content = value["content"]
     if not isinstance(content, str):
-        content = tuple(part if isinstance(part, str) else Image(base64.b64decode(part["data"]), part["media_type"]) for part in content)
+        content = tuple(part if isinstance(part, str) else media_from_json(part) for part in content)
     tokens = tuple(value["tokens"]) if "tokens" in value else None
     calls = tuple(ToolCall(**call) for call in value.get("tool_calls", ()))
     return Turn(value["role"], content, tokens, calls, value.get("tool_call_id"), value.get("actor", "policy"))

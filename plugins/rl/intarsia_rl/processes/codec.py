@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from intarsia.contracts import Image, Limits, Observation, StepResult, Task, ToolCall, ToolSpec, Turn
+from intarsia.contracts import Limits, Media, Observation, StepResult, Task, ToolCall, ToolSpec, Turn
 
 from intarsia_rl.contracts import (
     Failure,
@@ -31,7 +31,7 @@ from intarsia_rl.contracts import (
 CLASSES: dict[str, type[Any]] = {
     each.__name__: each
     for each in (
-        *(Image, Limits, Observation, StepResult, Task, ToolCall, ToolSpec, Turn),
+        *(Limits, Media, Observation, StepResult, Task, ToolCall, ToolSpec, Turn),
         *(Failure, Generated, GeneratorFacts, GeneratorStats, Request, Routes, Sample, Sampling, Segment, WeightVersion),
     )
 }

@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
-from intarsia.contracts import Environment, Episode, Image, Limits, Observation, StepResult, Task, Turn
+from intarsia.contracts import Environment, Episode, Limits, Media, Observation, StepResult, Task, Turn
 from intarsia.contracts.environment import Boundary, EnvironmentFailure
 from intarsia.errors import IntarsiaError, PluginError, did_you_mean
 from intarsia.plugins import current
@@ -184,6 +184,6 @@ def wrong_observation(observation: Any) -> str | None:
         if turn.role not in ROLES:
             return f"turn {place} of its observation with the role {turn.role!r}. {did_you_mean(str(turn.role), ROLES)}"
         parts = (turn.content,) if isinstance(turn.content, str) else turn.content
-        if not isinstance(parts, (tuple, list)) or not all(isinstance(part, (str, Image)) for part in parts):
-            return f"turn {place} of its observation with the content {turn.content!r:.200}, which is neither text nor a tuple of texts and images"
+        if not isinstance(parts, (tuple, list)) or not all(isinstance(part, (str, Media)) for part in parts):
+            return f"turn {place} of its observation with the content {turn.content!r:.200}, which is neither text nor a tuple of texts and Media"
     return None
