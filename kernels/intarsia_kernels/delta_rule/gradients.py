@@ -18,10 +18,37 @@ from intarsia_kernels.delta_rule.recurrence import carried, factor, square, stat
 
 
 @triton.jit
-def _of_lengths(x, dx, inverse):
-    """The gradient of x from that of x / |x|, given as `dx` = (gradient) / |x|."""
-    x = x.to(tl.float32)
-    return dx - x * (inverse * inverse * tl.sum(x * dx, axis=1))[:, None]
+def _put(pointer, place, inside, x, dx_KC, inverse, radial, K: tl.constexpr, NORMALISE: tl.constexpr):
+    """Writes a gradient. `dx_KC` is that of x / |x|, divided by |x|, columns are tokens; `radial` the sums of x dx."""
+    if NORMALISE:
+        dx_KC -= tl.trans(x).to(tl.float32) * (inverse * inverse * radial)[None, :]
+    to = pointer + place[:, None] * K + tl.arange(0, K)[None, :]
+    tl.store(to, tl.trans(dx_KC.to(pointer.dtype.element_ty)), mask=inside[:, None])
+
+
+@triton.jit
+def _column(
+    k, solved, state, dstate, v, dy, dnew, reads_q, reads_k, writes_k, beta, dq_KC, dk_KC, dscores, dsolved, dbeta, given,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What some columns of values add to all gradients; and dv. Of `given`: what keys that read the state before give to sums of decays."""
+    dtype = k.dtype
+    held = tl.dot(k, state, input_precision=PRECISION)
+    missing = v - reads_k[:, None] * held
+    new = tl.dot(solved, (missing * beta[:, None]).to(dtype), input_precision=PRECISION)
+    dx = tl.dot(tl.trans(solved), dnew, input_precision=PRECISION)
+    dbeta += tl.sum(dx * missing, axis=1)
+    narrow = tl.trans(new.to(dtype))
+    dscores = tl.dot(dy, narrow, dscores, input_precision=PRECISION)
+    dsolved = tl.dot(dnew, narrow, dsolved, input_precision=PRECISION)
+    dv = dx * beta[:, None]
+    read = (dv * reads_k[:, None]).to(dtype)
+    given -= tl.sum(read.to(tl.float32) * held, axis=1)
+    # Transposed, so that what comes from memory is the left factor: what is computed here stands in shared memory once, as the right one.
+    dq_KC = tl.dot(state, tl.trans((dy * reads_q[:, None]).to(dtype)), dq_KC, input_precision=PRECISION)
+    dk_KC = tl.dot(dstate, tl.trans((new * writes_k[:, None]).to(dtype)), dk_KC, input_precision=PRECISION)
+    dk_KC = tl.dot(state, tl.trans(-read), dk_KC, input_precision=PRECISION)
+    return dv.to(dtype), dq_KC, dk_KC, dscores, dsolved, dbeta, given
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -38,46 +65,33 @@ def gradients_kernel(
     start = (chunk - row * chunks) * C
     limit = limit_of(counts_pointer, row, tokens, COUNTS)
     token, place = start + tl.arange(0, C), places(row, start, head, tokens, heads, C)
-    real = token < limit
+    real, inside = token < limit, token < tokens
     at = chunk.to(tl.int64) * heads + head
-    dtype = q_pointer.dtype.element_ty
-    q, k = rows_of(q_pointer, place, real, K, K, 0), rows_of(k_pointer, place, real, K, K, 0)
-    solved = square(solved_pointer, at, C)
+    k, solved = rows_of(k_pointer, place, real, K, K, 0), square(solved_pointer, at, C)
     reads_q, reads_k, writes_k = factor(factors_pointer, at, 1, C), factor(factors_pointer, at, 2, C), factor(factors_pointer, at, 3, C)
     beta = factor(factors_pointer, at, 6, C)
-
-    dq, dk = tl.zeros([C, K], dtype=tl.float32), tl.zeros([C, K], dtype=tl.float32)
-    dscores, dmixed = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    dbeta, given = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
-    dcarried = tl.zeros([], dtype=tl.float32)
+    dq_KC, dk_KC = tl.zeros([K, C], dtype=tl.float32), tl.zeros([K, C], dtype=tl.float32)
+    dscores, dsolved = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    dbeta, given, dleft = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32), tl.zeros([K], dtype=tl.float32)
     for column in tl.range(0, V, BLOCK_V, num_stages=STAGES):
         state = tl.load(state_block(states_pointer, at, column, K, V, BLOCK_V))
         dstate = tl.load(state_block(dstates_pointer, at, column, K, V, BLOCK_V))
         v, dy = rows_of(v_pointer, place, real, V, BLOCK_V, column), rows_of(dy_pointer, place, real, V, BLOCK_V, column)
         dnew = rows_of(dnew_pointer, place, real, V, BLOCK_V, column)
-        held = tl.dot(k, state, input_precision=PRECISION)
-        missing = v - reads_k[:, None] * held
-        new = tl.dot(solved, (missing * beta[:, None]).to(dtype), input_precision=PRECISION)
-        dx = tl.dot(tl.trans(solved), dnew, input_precision=PRECISION)
-        dv = dx * beta[:, None]
-        to = dv_pointer + place[:, None] * V + (column + tl.arange(0, BLOCK_V))[None, :]
-        tl.store(to, dv.to(dtype), mask=(token < tokens)[:, None])
-        dbeta += tl.sum(dx * missing, axis=1)
-        read = (dv * reads_k[:, None]).to(dtype)
-        given -= tl.sum(read.to(tl.float32) * held, axis=1)
-        dcarried += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
-        dscores = tl.dot(dy, tl.trans(new.to(dtype)), dscores, input_precision=PRECISION)
-        dmixed = tl.dot(dx.to(dtype), tl.trans(new.to(dtype)), dmixed, input_precision=PRECISION)
-        dq = tl.dot((dy * reads_q[:, None]).to(dtype), tl.trans(state), dq, input_precision=PRECISION)
-        dk = tl.dot((new * writes_k[:, None]).to(dtype), tl.trans(dstate), dk, input_precision=PRECISION)
-        dk = tl.dot(-read, tl.trans(state), dk, input_precision=PRECISION)
+        dleft += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1)
+        dv, dq_KC, dk_KC, dscores, dsolved, dbeta, given = _column(
+            k, solved, state, dstate, v, dy, dnew, reads_q, reads_k, writes_k, beta, dq_KC, dk_KC, dscores, dsolved, dbeta, given, PRECISION
+        )  # fmt: skip
+        tl.store(dv_pointer + place[:, None] * V + (column + tl.arange(0, BLOCK_V))[None, :], dv, mask=inside[:, None])
 
+    # Read again: registers are short in the loop.
+    q, k = rows_of(q_pointer, place, real, K, K, 0), rows_of(k_pointer, place, real, K, K, 0)
     # Of sums of decays: what rows that read the state before give; what writes the state behind takes, and gives to the sum of all.
-    wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
-    taken = tl.sum(wide_k * dk, axis=1) - given
-    dsums = tl.sum(wide_q * dq, axis=1) + given - taken
-    left = carried(factors_pointer, borders_pointer, chunk, at, C, DOCUMENTS)
-    dtotal = tl.sum(taken, axis=0) + left * dcarried
+    radial_k = tl.sum(tl.trans(k).to(tl.float32) * dk_KC, axis=0)
+    radial_q = tl.sum(tl.trans(q).to(tl.float32) * dq_KC, axis=0)
+    taken = radial_k - given
+    dtotal = tl.sum(taken, axis=0) + carried(factors_pointer, borders_pointer, chunk, at, C, DOCUMENTS) * tl.sum(dleft, axis=0)
+    dsums = radial_q + given - taken + tl.where(tl.arange(0, C) == C - 1, dtotal, 0.0)
 
     q_inverse, k_inverse = factor(factors_pointer, at, 4, C), factor(factors_pointer, at, 5, C)
     decay = tl.maximum(tl.load(decay_pointer + place, mask=real, other=0.0).to(tl.float32), LOWEST)
@@ -86,27 +100,25 @@ def gradients_kernel(
         ordinal = tl.load(ordinals_pointer + chunk.to(tl.int64) * C + tl.arange(0, C))
         same = ordinal[:, None] == ordinal[None, :]
     power = decays_between(decay, factor(factors_pointer, at, 0, C), same, C, EXACT) * k_inverse[None, :]
-    dscores *= power * (q_inverse * scale)[:, None]
-    pairs = dscores * tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    dmixed *= tl.where(tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :], -power, 0.0) * k_inverse[:, None]
-    mixed = dmixed * tl.dot(k, tl.trans(k), input_precision=PRECISION)
-    dbeta += tl.sum(mixed, axis=1)
-    pairs += mixed * beta[:, None]
-    dsums += tl.sum(pairs, axis=1) - tl.sum(pairs, axis=0)
-    dsums += tl.where(tl.arange(0, C) == C - 1, dtotal, 0.0)
-    narrow = token < tokens
-    tl.store(ddecay_pointer + place, tl.where(real, tl.cumsum(dsums, axis=0, reverse=True), 0.0), mask=narrow)
-    tl.store(dbeta_pointer + place, tl.where(real, dbeta, 0.0), mask=narrow)
+    scores = (dscores * power * (q_inverse * scale)[:, None]).to(k.dtype)
+    pairs = scores.to(tl.float32) * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    by_row, by_column = tl.sum(pairs, axis=1), tl.sum(pairs, axis=0)
+    dsums += by_row - by_column
+    radial_k += by_column
+    dq_KC = tl.dot(tl.trans(k), tl.trans(scores), dq_KC, input_precision=PRECISION)
+    _put(dq_pointer, place, inside, q, dq_KC, q_inverse, radial_q + by_row, K, NORMALISE)
+    dk_KC = tl.dot(tl.trans(q), scores, dk_KC, input_precision=PRECISION)
 
-    scores_b, mixed_b = dscores.to(dtype), (dmixed * beta[:, None]).to(dtype)
-    dq = tl.dot(scores_b, k, dq, input_precision=PRECISION)
-    if NORMALISE:
-        dq = _of_lengths(q, dq, q_inverse)
-    columns = tl.arange(0, K)[None, :]
-    tl.store(dq_pointer + place[:, None] * K + columns, dq.to(dtype), mask=narrow[:, None])
-    dk = tl.dot(tl.trans(scores_b), q, dk, input_precision=PRECISION)
-    dk = tl.dot(mixed_b, k, dk, input_precision=PRECISION)
-    dk = tl.dot(tl.trans(mixed_b), k, dk, input_precision=PRECISION)
-    if NORMALISE:
-        dk = _of_lengths(k, dk, k_inverse)
-    tl.store(dk_pointer + place[:, None] * K + columns, dk.to(dtype), mask=narrow[:, None])
+    dmixed = tl.dot(tl.trans(solved), dsolved.to(k.dtype), input_precision=PRECISION) * power * -k_inverse[:, None]
+    dmixed = tl.where(tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :], dmixed, 0.0)
+    products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    dbeta += tl.sum(dmixed * products, axis=1)
+    mixed = (dmixed * beta[:, None]).to(k.dtype)
+    pairs = mixed.to(tl.float32) * products
+    by_row, by_column = tl.sum(pairs, axis=1), tl.sum(pairs, axis=0)
+    dsums += by_row - by_column
+    tl.store(ddecay_pointer + place, tl.where(real, tl.cumsum(dsums, axis=0, reverse=True), 0.0), mask=inside)
+    tl.store(dbeta_pointer + place, tl.where(real, dbeta, 0.0), mask=inside)
+    dk_KC = tl.dot(tl.trans(k), mixed, dk_KC, input_precision=PRECISION)
+    dk_KC = tl.dot(tl.trans(k), tl.trans(mixed), dk_KC, input_precision=PRECISION)
+    _put(dk_pointer, place, inside, k, dk_KC, k_inverse, radial_k + by_row + by_column, K, NORMALISE)
