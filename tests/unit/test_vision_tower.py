@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from intarsia.config import CompileConfig, RecomputeConfig
 from intarsia.errors import PluginError, UsageError
 from intarsia_eager.context import TrainContext
+from intarsia_eager.engine import prepare_regions, recomputed_blocks
 from intarsia_models_common.base import LanguageModel
 from intarsia_models_common.build import Scope
 from intarsia_models_common.config import AttentionConfig, BlockConfig, SwiGLUConfig
@@ -170,6 +172,7 @@ def test_flops_are_those_that_torch_counts():
         ({"merge": 0}, "vision.merge"),
         ({"eps": math.nan}, "vision.eps"),
         ({"share": 1.5}, "vision.share"),
+        ({"recompute": "allways"}, "vision.recompute is 'allways'.*always"),
     ],
 )
 def test_towers_that_cannot_be(fields, message):
@@ -282,3 +285,26 @@ def test_the_tower_counts_where_stages_are_balanced(share, first):
     assert flops(model.visual, tokens) == pytest.approx(costs.before + sum(costs.blocks[:2]))
     (cut,) = balanced(regions, costs, 2)
     assert regions.blocks[cut] == f"layers.{first}"
+
+
+@pytest.mark.parametrize(
+    ("own", "mode", "every", "expected"),
+    [
+        ("recipe", "none", 1, []),
+        ("always", "none", 1, ["visual.blocks.0", "visual.blocks.1"]),
+        ("never", "blocks", 1, ["layers.0", "layers.1"]),
+        ("recipe", "blocks", 2, ["visual.blocks.0", "layers.0"]),
+    ],
+)
+def test_the_tower_may_be_recomputed_by_a_policy_of_its_own(own, mode, every, expected):
+    model = VisionLanguageModel(config(vision(recompute=own), layers=2))
+    assert recomputed_blocks(model, RecomputeConfig(mode=mode, every=every)) == expected
+    filled(model)
+    tokens, visual = torch.randint(60, (1, 6)), torch.tensor([[-1, 0, 1, -1, -1, -1]])
+    context = Context(6, patches_NC=torch.randn(8, 24), grids=((1, 2, 4),), visual_BS=visual)
+    model(tokens, context).square().sum().backward()
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    prepare_regions(model, CompileConfig(), RecomputeConfig(mode=mode, every=every))
+    model(tokens, context).square().sum().backward()
+    assert all(torch.equal(model.get_parameter(name).grad, gradient) for name, gradient in before.items())

@@ -125,10 +125,20 @@ def _compiled(model: nn.Module, config: CompileConfig) -> Iterator[nn.Module]:
 
 
 def _recomputed(model: nn.Module, config: RecomputeConfig) -> Iterator[nn.Module]:
+    for name in recomputed_blocks(model, config):
+        yield model.get_submodule(name)
+
+
+def recomputed_blocks(model: nn.Module, config: RecomputeConfig) -> list[str]:
+    """Names of the blocks that are recomputed in backward. A block whose module has an attribute `recompute` decides by itself where that is `always` or `never`. UsageError for
+    settings that mean nothing. Stability: provisional."""
     if config.mode not in ("none", "blocks"):
         raise UsageError(f"recompute.mode {config.mode!r} is unknown. {did_you_mean(config.mode, ('none', 'blocks'))}")
     if config.every < 1:
         raise UsageError(f"recompute.every is {config.every}; it must be 1 (every block) or more.")
-    if config.mode == "blocks":
-        for name in cast(Model, model).regions().blocks[:: config.every]:
-            yield model.get_submodule(name)
+    found = []
+    for number, name in enumerate(cast(Model, model).regions().blocks):
+        own = getattr(model.get_submodule(name), "recompute", "recipe")
+        if own == "always" or (own != "never" and config.mode == "blocks" and number % config.every == 0):
+            found.append(name)
+    return found

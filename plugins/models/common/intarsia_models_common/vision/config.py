@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import chz
 from intarsia.config import ComponentConfig
-from intarsia.errors import UsageError
+from intarsia.errors import UsageError, did_you_mean
 
 from intarsia_models_common.config import LanguageModelConfig, NormConfig, check_between
+
+RECOMPUTE = ("recipe", "always", "never")
 
 
 @chz.chz(typecheck=True)
@@ -45,6 +47,16 @@ class VisionConfig(ComponentConfig):
         doc="Part of a row's tokens that is taken to be visual where pipeline stages are balanced.",
         metadata={"computes": False},
     )
+    recompute: str = chz.field(
+        default="recipe",
+        doc="Whether the tower's blocks are recomputed in backward: always, never, or as the recipe says of all blocks (recipe).",
+        metadata={"computes": False},
+    )
+
+    @chz.validate
+    def _recompute_is_known(self) -> None:
+        if self.recompute not in RECOMPUTE:
+            raise UsageError(f"vision.recompute is {self.recompute!r}. {did_you_mean(self.recompute, RECOMPUTE)}")
 
     @chz.validate
     def _sizes_are_positive(self) -> None:

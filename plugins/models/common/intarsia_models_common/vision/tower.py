@@ -117,6 +117,8 @@ class VisionBlock(nn.Module):
         super().__init__()
         norm = LayerNormConfig(eps=config.eps)
         self._patches_of_token = config.share * config.merge**2
+        # Read by engines that recompute regions.
+        self.recompute = config.recompute
         self.norm1 = LayerNorm(norm, scope)
         self.attention = SegmentAttention(config, scope)
         self.norm2 = LayerNorm(norm, scope)
