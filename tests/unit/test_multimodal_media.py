@@ -140,6 +140,13 @@ def test_a_truncated_jpeg_is_found_when_it_is_decoded():
         made.load(slot)
 
 
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "MPO", "PPM"])
+def test_formats_are_known_in_a_fresh_process_too(file_format):
+    more = {"save_all": True, "append_images": [Image.fromarray(smooth(20, 30))]} if file_format == "MPO" else {}
+    data = encoded(Image.fromarray(smooth(20, 30)), file_format, **more)
+    assert header_size(data, READING) == (20, 30) and pixels(data, READING).shape == (20, 30, 3)
+
+
 def test_files_that_are_none(tmp_path):
     empty = tmp_path / "empty.png"
     empty.write_bytes(b"")

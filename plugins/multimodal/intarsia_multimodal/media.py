@@ -20,9 +20,9 @@ from PIL import Image
 from intarsia_multimodal.config import ReadingConfig
 from intarsia_multimodal.contracts import MediaError
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "MPO", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that Pillow decodes itself; others (EPS, say) would start programs."""
-for _name in ("Png", "Jpeg", "WebP", "Gif", "Bmp", "Tiff", "Mpo", "Ppm"):
+for _name in ("Png", "Jpeg", "WebP", "Gif", "Bmp", "Tiff", "Ppm"):
     importlib.import_module(f"PIL.{_name}ImagePlugin")  # where formats are named, Pillow does not do it
 ORIENTATION = 0x0112
 TURNS = {
