@@ -20,6 +20,10 @@ class TestVarlen(KernelConformance):
     op, entry = "attention", "intarsia-kernels:varlen"
 
 
+class TestSegmentsVarlen(KernelConformance):
+    op, entry = "segment_attention", "intarsia-kernels:segment_attention/varlen"
+
+
 class TestTritonRMSNorm(KernelConformance):
     op, entry = "rms_norm", "intarsia-kernels:triton"
 

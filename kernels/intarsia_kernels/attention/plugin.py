@@ -1,4 +1,4 @@
-"""Kernels for the operator `attention`. Torch-free."""
+"""Kernels for the operators `attention` and `segment_attention`. Torch-free."""
 
 from __future__ import annotations
 
@@ -47,5 +47,17 @@ def offer_kernels() -> Sequence[KernelEntry]:
             numerics="tolerance",
             in_compile=True,
             priority=30,
+        ),
+        KernelEntry(
+            name="segment_attention/varlen",
+            op="segment_attention",
+            target="intarsia_kernels.attention.segments:segment_attention",
+            doc="torch's variable-length flash attention: all segments in one launch. It runs when it is named.",
+            needs=("cuda", "varlen"),
+            dtypes=("bfloat16", "float16"),
+            bounds={"*@bfloat16": 2e-2, "*@float16": 4e-3},
+            numerics="tolerance",
+            in_compile=False,
+            priority=0,
         ),
     ]
