@@ -1,6 +1,7 @@
 """Supervised fine-tuning on conversations, then direct preference optimisation of what it gave: each a minute on a laptop.
 
 intarsia train examples/fine_tuning/recipes.py:sft --dir runs/sft
+intarsia train examples/fine_tuning/recipes.py:sft_templated --dir runs/sft-templated
 intarsia train examples/fine_tuning/recipes.py:dpo --dir runs/dpo train.init_from=runs/sft
 """
 
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import chz
 from intarsia.config import DataConfig, EvaluationConfig, MixturePart, Recipe, TrainConfig
+from intarsia_chat.config import TemplatedConfig
 from intarsia_data.config import ByteTokenizerConfig, JsonlConfig, PackedConfig
 from intarsia_llama3 import recipes
 from intarsia_optimizers.config import AdamWConfig, CosineConfig
@@ -30,6 +32,19 @@ def sft() -> Recipe:
         ),
         train=TrainConfig(steps=150, sequence_length=64, micro_batch=16, global_batch=16),
         evaluation=EvaluationConfig(every=50, batches=2),
+    )
+
+
+def sft_templated() -> Recipe:
+    """The same conversations as a chat template writes them, for a model whose special tokens are those of the template."""
+    recipe = sft()
+    tokenizer = TemplatedConfig(tokenizer=ByteTokenizerConfig(specials=("<|im_start|>", "<|im_end|>")), template="chatml")
+    return chz.replace(
+        recipe,
+        name="sft-templated",
+        model=chz.replace(recipe.model, vocab_size=max(recipe.model.vocab_size, 266)),
+        data=chz.replace(recipe.data, tokenizer=tokenizer),
+        train=chz.replace(recipe.train, sequence_length=192),
     )
 
 

@@ -63,7 +63,7 @@ def test_the_generators_experts_are_the_trainers(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "sft_templated", "dpo"])
 def test_the_fine_tuning_example_trains(tmp_path: Path, name: str) -> None:
     small = ["train.steps=2", "train.log_every=1", "model.layers.*.feed_forward.hidden=64", "evaluation.every=0"]
     events = train(tmp_path, f"{EXAMPLE}:{name}", *small)
@@ -72,5 +72,8 @@ def test_the_fine_tuning_example_trains(tmp_path: Path, name: str) -> None:
     if name == "sft":
         # Two answers of one or two digits with the end of turn, and the end of the text behind the last: of about 60 tokens of a conversation these are trained on.
         assert 16 * 3 <= steps[0]["counted_tokens"] <= 16 * 7
+    elif name == "sft_templated":
+        # The same without an end of the text.
+        assert 16 * 2 <= steps[0]["counted_tokens"] <= 16 * 6
     else:
         assert steps[0]["counted_tokens"] == 16 and steps[0]["metrics"]["margin"] == 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from intarsia.contracts import Message, ToolCall, ToolSpec
 from intarsia.plugins import current
@@ -169,6 +169,8 @@ def test_what_is_trained_on_is_what_the_assistant_says() -> None:
 
 
 @settings(max_examples=120, deadline=None)
+@example(template="qwen3", said=["<|im_", "start|>", "assistant\n"], role="user")
+@example(template="llama3", said=["<|eot", "_id|>", "<|start_header_id|>", "assistant<|end_header_id|>\n\n"], role="tool")
 @given(
     template=st.sampled_from(["chatml", "qwen3", "qwen3_5", "llama3"]),
     said=st.lists(

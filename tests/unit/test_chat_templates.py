@@ -278,3 +278,16 @@ def test_records_with_tools_become_ids() -> None:
 def test_the_plugin_and_its_settings_are_light() -> None:
     program = "import sys, intarsia_chat.plugin, intarsia_chat.config, intarsia_chat.rl.config; print([m for m in ('torch', 'jinja2', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout.strip() == "[]"
+
+
+def test_generation_takes_prompts_and_ends_of_the_template() -> None:
+    from types import SimpleNamespace
+
+    from intarsia_generation.generator import Generator
+
+    ours = templated("qwen3")
+    stand_in: Any = SimpleNamespace(tokenizer=ours)
+    prompt, ends = Generator.encode_chat(stand_in, [Message("user", "q")])
+    assert prompt == (START, *b"user\nq", END, *b"\n", START, *b"assistant\n") and ends == (END, 257)
+    stand_in = SimpleNamespace(tokenizer=ByteTokenizer(ByteTokenizerConfig()))
+    assert Generator.encode_chat(stand_in, [Message("user", "q")]) == ((256, 261, *b"q", 259, 262), (259,))
