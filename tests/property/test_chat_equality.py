@@ -123,7 +123,7 @@ def test_ids_are_those_of_transformers(template: str, thinking: bool | None) -> 
     ours, draw, equal = templated(template, thinking), random.Random(7), 0
     jinja = ours.template.text.replace("strftime_now is defined", "false")
     settings = {"chat_template": jinja} | ({} if thinking is None else {"enable_thinking": thinking})
-    for _ in range(150):
+    for _ in range(90):
         messages, tools = conversation(draw, template == "llama3"), TOOLS[: draw.randint(0, 2)]
         given = for_transformers(messages, tools)
         expected = reference().apply_chat_template(**given, **settings, return_dict=False)
@@ -138,7 +138,7 @@ def test_ids_are_those_of_transformers(template: str, thinking: bool | None) -> 
             equal += 1
         written = reference().apply_chat_template(**given, **settings, tokenize=False)
         assert reference().decode(ids) == reference().decode(expected) == written
-    assert equal > 40
+    assert equal > 25
 
 
 def spoken(ours: TemplatedTokenizer, ids: list[int], mask: list[bool]) -> list[str]:

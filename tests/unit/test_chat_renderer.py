@@ -142,7 +142,7 @@ def test_incremental_equals_fresh(template: str) -> None:
         " ",
         "</think>",
     ]
-    for _ in range(60):
+    for _ in range(30):
         history = [Turn("system", "S")] if draw.random() < 0.5 else []
         history.append(Turn("user", draw.choice(words)))
         segment = made.begin(history, (ADD,))
@@ -167,7 +167,7 @@ def test_incremental_equals_fresh(template: str) -> None:
             place = 0
             for tokens in said:
                 place = next(at for at in range(place, len(segment)) if tuple(segment[at : at + len(tokens)]) == tokens) + len(tokens)
-    assert extended > 20
+    assert extended > 10
 
 
 def test_calls_are_read_by_the_templates_format() -> None:
