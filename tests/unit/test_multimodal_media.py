@@ -154,8 +154,8 @@ def test_files_that_are_none(tmp_path):
     refused(b"", r"the file is empty")
     refused(str(tmp_path / "none.png"), r"none\.png cannot be read: No such file or directory")
     refused(str(tmp_path), "cannot be read: Is a directory")
-    refused(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot identify image file")
-    refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "cannot identify image file")
+    refused(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "it is no image of a format that is read")
+    refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "it is no image of a format that is read")
     refused(encoded(noise(40, 40)), "it has .* bytes, and reading.max_file_bytes is 100", reading=ReadingConfig(max_file_bytes=100))
     refused((encoded(noise(8, 8)),), "an image is one file, not several frames")
 
@@ -211,7 +211,7 @@ def test_limits_of_videos():
 def test_frames_that_are_given_must_be_alike():
     good = encoded(noise(16, 16))
     refused((good, encoded(noise(16, 24))), "frame 0 has 16 x 16 pixels and frame 1 24 x 16; they must be alike", "video")
-    refused((good, b"x"), "frame 1: it cannot be decoded", "video")
+    refused((good, b"x"), "frame 1: it is no image", "video")
     truncated = encoded(noise(90, 90))[:5000]
     refused((encoded(noise(90, 90)), truncated), "frame 1: it cannot be decoded", "video", load=True)
     made, slot = slot_of((good,), "video")

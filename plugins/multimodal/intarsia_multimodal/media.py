@@ -15,7 +15,7 @@ from typing import IO
 
 import numpy
 from intarsia.contracts import Media
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from intarsia_multimodal.config import ReadingConfig
 from intarsia_multimodal.contracts import MediaError
@@ -133,6 +133,8 @@ def opened_image(data: bytes | str, reading: ReadingConfig) -> Iterator[tuple[Im
                 yield image, orientation(image)
         except (MediaError, MemoryError):
             raise
+        except UnidentifiedImageError as error:
+            raise MediaError(f"it is no image of a format that is read ({', '.join(FORMATS)})") from error
         except Exception as error:  # a damaged file makes decoders raise anything
             raise MediaError(f"it cannot be decoded: {type(error).__name__}: {error}") from error
 
