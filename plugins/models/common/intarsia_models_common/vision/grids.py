@@ -9,21 +9,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from intarsia.errors import UsageError
 
 Grid = tuple[int, int, int]
+Array = npt.NDArray[Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Of N patches: the four entries of the position table around each (int64) and their weights (float32), its row and column (int64); and the patches of each frame."""
 
-    entries_4N: npt.NDArray[np.int64]
-    weights_4N: npt.NDArray[np.float32]
-    places_N2: npt.NDArray[np.int64]
+    entries_4N: Array
+    weights_4N: Array
+    places_N2: Array
     lengths: tuple[int, ...]
 
 
@@ -61,12 +63,12 @@ def layout(grids: tuple[Grid, ...], table: int, merge: int) -> Layout:
     )
 
 
-def _joined(parts: list[npt.NDArray[np.generic]], empty: tuple[int, int], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+def _joined(parts: list[Array], empty: tuple[int, int], dtype: npt.DTypeLike) -> Array:
     return np.ascontiguousarray(np.concatenate(parts, 1)) if parts else np.zeros(empty, dtype)
 
 
 @functools.lru_cache(maxsize=512)
-def _frame(rows: int, columns: int, table: int, merge: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+def _frame(rows: int, columns: int, table: int, merge: int) -> tuple[Array, Array, Array]:
     """Of one frame: entries [4, n] and weights [4, n] of the position table, places [2, n]."""
     raster = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge)
     row, column = np.divmod(raster.transpose(0, 2, 1, 3).reshape(-1), columns)
@@ -78,9 +80,7 @@ def _frame(rows: int, columns: int, table: int, merge: int) -> tuple[npt.NDArray
     return entries, weights.astype(np.float32), np.stack([row, column])
 
 
-def _taps(
-    index: npt.NDArray[np.int64], count: int, table: int
-) -> tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]:
+def _taps(index: Array, count: int, table: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Along one axis: the entries before and behind, and their shares. The first of `count` lies on the table's first entry, the last on its last."""
     at = index * ((table - 1) / (count - 1)) if count > 1 else np.zeros(len(index))
     before = np.minimum(np.floor(at).astype(np.int64), table - 1)
