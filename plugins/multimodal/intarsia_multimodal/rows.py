@@ -72,4 +72,4 @@ class RowStream:
 
     def consumed(self, samples: int) -> tuple[float, float]:
         """Tokens in the first `samples` samples (within an epoch: on average), and how many epochs that is."""
-        return samples * self.tokens_per_sample, samples / self.rows
+        return samples * self.tokens / self.rows, samples / self.rows
