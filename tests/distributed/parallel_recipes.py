@@ -16,8 +16,10 @@ from intarsia_deepseek_v3 import recipes as deepseek_recipes
 from intarsia_deepseek_v3.config import deepseek_v3, v3_router, yarn
 from intarsia_llama3 import recipes as llama_recipes
 from intarsia_llama3.config import llama3, scaled_rope
-from intarsia_models_common.config import MLAConfig
+from intarsia_models_common.config import MLAConfig, SwiGLUConfig
 from intarsia_optimizers.config import AdamWConfig, ConstantConfig, MuonConfig
+from intarsia_qwen3 import recipes as qwen_recipes
+from intarsia_qwen3.config import experts, qwen3
 from intarsia_rl.algorithms.config import DPOConfig
 from intarsia_rl.preferences.config import PreferenceFilesConfig, PreferencesConfig
 
@@ -135,6 +137,31 @@ def deepseek_muon() -> Recipe:
 def deepseek_tied_muon() -> Recipe:
     """What several stages have, by the optimizer whose state is least like a list of elements."""
     return chz.replace(deepseek_tied(), optimizer=MUON)
+
+
+def qwen(packing: str = "concatenate") -> Recipe:
+    """Norms over heads, experts but for one dense block, balanced by a loss of all layers together; 4 query heads on 2 key/value heads, wider together than the stream."""
+    model = qwen3(
+        dim=48,
+        layers=LAYERS,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        feed_forward=experts(8, 2, 28, joint_loss=0.05),
+        dense=SwiGLUConfig(hidden=100),
+        dense_layers=(1,),
+        vocab_size=270,
+        max_positions=128,
+        initial_std=0.08,
+        embedding_std=0.5,
+    )
+    recipe = _recipe(qwen_recipes.moe_debug(), model)
+    return chz.replace(recipe, data=chz.replace(recipe.data, packing=packing), train=chz.replace(recipe.train, steps=3, micro_batch=8))
+
+
+def qwen_padded() -> Recipe:
+    """One document to a row: most of it is padding, and ranks without a row have nothing else."""
+    return qwen("one_per_row")
 
 
 def write_preferences(folder: Path) -> None:

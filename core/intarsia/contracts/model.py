@@ -48,6 +48,7 @@ class Model(Protocol):
 
     A model that predicts further ahead than the next token has an attribute `predicts_ahead`, the number K of further depths. It is then given the
     following tokens by its context (`following_BSK`) and returns K + 1 hidden states, the next token's first.
+    A model that sums over other ranks' rows (`logical.sum` along `batch`) has a true attribute `sums_over_batch`.
     """
 
     def __call__(self, tokens_BS: Tensor, context: SequenceContext) -> Tensor | tuple[Tensor, ...]:

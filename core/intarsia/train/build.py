@@ -112,14 +112,15 @@ def choose_kernels(resolved: Resolved, plugins: Plugins) -> None:
 def parallelise(built: Built) -> None:
     """Let the recipe's paralleliser cut the model, or `declared` where the recipe names none and the mesh needs one."""
     recipe, plugins = built.resolved.recipe, built.plugins
-    needed = [f"{axis} {built.mesh.sizes[axis]}" for axis in ("pp", "cp", "tp", "ep") if built.mesh.sizes[axis] > 1]
+    sums = ("dp_replicate", "dp_shard") if getattr(built.model, "sums_over_batch", False) else ()
+    needed = [f"{axis} {built.mesh.sizes[axis]}" for axis in ("pp", "cp", "tp", "ep", *sums) if built.mesh.sizes[axis] > 1]
     config: Config | None = recipe.parallel
     if config is None and needed:
         declared = [entry for entry in plugins.registry("paralleliser").entries() if entry.name == "declared"]
         if not declared:
             raise UsageError(
                 f"mesh: {', '.join(needed)} needs a paralleliser, and no plugin offers the one called `declared`. Install intarsia-parallel, or use "
-                "dp_replicate and dp_shard only."
+                "dp_replicate and dp_shard only, with a model whose losses look at one row at a time."
             )
         config = plugins.config_class(declared[0])()
         built.resolved.decide("parallel", declared[0].full_name, f"the mesh has {', '.join(needed)}")

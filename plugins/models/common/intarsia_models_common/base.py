@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from intarsia_models_common.build import Linear, Scope, build, parameter
 from intarsia_models_common.config import LanguageModelConfig
+from intarsia_models_common.moe.config import routers_of
 from intarsia_models_common.moe.joint import JointLoss
 from intarsia_models_common.moe.replay import number_layers
 from intarsia_models_common.rope import score_factor
@@ -53,6 +54,7 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList([build(block, self.scope_of(i)) for i, block in enumerate(config.layers)])
         number_layers(self.layers)
         self.joint_loss = JointLoss.of(config)
+        self.sums_over_batch = any(router.sums_over_batch for router in routers_of(config))
         self.norm = build(config.norm, self.scope_of(None).inside("norm"))
         self.head = Linear(config.dim, config.vocab_size, config.initial_std)
         if config.tied:

@@ -49,6 +49,11 @@ class RouterConfig(ComponentConfig):
         metadata={"computes": False},
     )
 
+    @property
+    def sums_over_batch(self) -> bool:
+        """Whether its losses look at more than a sequence."""
+        return bool(self.balance_loss or self.joint_loss)
+
     @chz.validate
     def _numbers_fit(self) -> None:
         check_between("router.experts", self.experts, 1)
@@ -165,6 +170,12 @@ __all__ = [
     "SoftmaxRouterConfig",
     "near_text",
 ]
+
+
+def routers_of(model: Any) -> list[RouterConfig]:
+    """Of a model config's `layers`, then of the blocks that predict further `ahead`, where it has some. Stability: provisional."""
+    blocks = [getattr(block, "feed_forward", None) for block in (*getattr(model, "layers", ()), *getattr(model, "ahead", ()))]
+    return [block.router for block in blocks if isinstance(block, MoEConfig)]
 
 
 def routed_layers(model: Any) -> int:

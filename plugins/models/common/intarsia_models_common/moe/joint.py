@@ -18,7 +18,7 @@ from intarsia import logical
 from intarsia.errors import UsageError
 from torch import Tensor
 
-from intarsia_models_common.moe.config import MoEConfig
+from intarsia_models_common.moe.config import routers_of
 
 NAME = "moe.joint_loss"
 """What the loss is called among a step's sums."""
@@ -42,8 +42,7 @@ class JointLoss:
     @classmethod
     def of(cls, config: Any) -> JointLoss | None:
         """For a model config; None where no router asks for it. UsageError where those that do differ."""
-        blocks = [getattr(block, "feed_forward", None) for block in (*getattr(config, "layers", ()), *getattr(config, "ahead", ()))]
-        asked = {(each.router.experts, each.router.joint_loss) for each in blocks if isinstance(each, MoEConfig) and each.router.joint_loss}
+        asked = {(router.experts, router.joint_loss) for router in routers_of(config) if router.joint_loss}
         if len(asked) > 1:
             found = ", ".join(f"{experts} experts with {coefficient:g}" for experts, coefficient in sorted(asked))
             raise UsageError(
