@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from intarsia.contracts import Init, Member
 from intarsia.contracts.placement import ALIGNMENT_BYTES
-from intarsia.layout import Layout, build_layouts
+from intarsia.layout import Layout
 from intarsia.parameters import ParameterInfo, ParameterTable
 from intarsia.plugins import current
+from intarsia_placements.layouts import build_layouts
 from intarsia_testing.layout import pack, unpack
 from torch import Tensor, nn
 

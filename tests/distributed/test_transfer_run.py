@@ -9,9 +9,10 @@ import torch
 from _spawn import spawn
 from intarsia.comm import Communicator, SelfCommunicator
 from intarsia.errors import PluginError, UsageError
-from intarsia.layout import Layout, Member, build_layouts
+from intarsia.layout import Layout, Member
 from intarsia_placements import flat, row
 from intarsia_placements.config import Flat, Row
+from intarsia_placements.layouts import build_layouts
 from intarsia_testing.layout import simulate
 from intarsia_transfer import Transfer, transfer
 from intarsia_transfer.run import run_transfers

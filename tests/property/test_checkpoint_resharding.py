@@ -14,11 +14,12 @@ from intarsia.checkpoint.manifest import TensorRecord
 from intarsia.checkpoint.planning import READ_BYTES, SKIP_BYTES, plan_reads
 from intarsia.contracts import Box, Member, Piece, StateItem
 from intarsia.errors import UsageError
-from intarsia.layout import Layout, build_layouts, region_numel
+from intarsia.layout import Layout, region_numel
 from intarsia.mesh import coordinates, full_sizes
 from intarsia.plugins import current
 from intarsia_checkpoint_formats.reader import open_checkpoint
 from intarsia_placements.config import Block, Column, Flat, Mixed, MixedRule, Owned, Replicate, Row
+from intarsia_placements.layouts import build_layouts
 from intarsia_testing.communicator import run_ranks
 from intarsia_testing.doubles import MemoryStorage
 from intarsia_testing.layout import pack

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import strategies as st
 from intarsia.contracts import Member, Placement
 from intarsia.errors import UsageError
-from intarsia.layout import Layout, build_layouts
+from intarsia.layout import Layout
 from intarsia_placements import block, column, flat, owned, replicate, row
 from intarsia_placements.config import Block, Column, Flat, Owned, Replicate, Row
+from intarsia_placements.layouts import build_layouts
 from intarsia_testing.layout import layout_from_json, simulate
 from intarsia_testing.placement import carry_out, check_conversion, check_primaries, compose, gather, scatter, values_of
 from intarsia_testing.strategies import buckets, example_settings, shapes, worlds

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from intarsia.contracts import Box, Init, Member, Region
 from intarsia.errors import PluginError
-from intarsia.layout import build_layouts, region_numel, whole_region
+from intarsia.layout import region_numel, whole_region
 from intarsia.parameters import CHUNK, ParameterInfo, ParameterTable, fill_region
 from intarsia.plugins import current
+from intarsia_placements.layouts import build_layouts
 from intarsia_testing.layout import unpack
 
 NORMAL = Init("normal", std=0.5, cut=2.0)

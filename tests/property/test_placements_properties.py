@@ -8,10 +8,11 @@ from typing import Any
 import hypothesis
 import numpy as np
 from hypothesis import strategies as st
-from intarsia.layout import Member, build_layouts, region_numel, slices
+from intarsia.layout import Member, region_numel, slices
 from intarsia_flexshard.plan import Geometry, make_geometry
 from intarsia_placements import block, flat, mixed, owned, replicate, row
 from intarsia_placements.config import Block, Column, Flat, Mixed, MixedRule, Owned, Replicate, Row
+from intarsia_placements.layouts import build_layouts
 from intarsia_testing.strategies import buckets, example_settings, worlds
 
 UNTILED = buckets(max_members=5, max_size=9).map(lambda members: tuple(Member(member.name, member.shape) for member in members))

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from intarsia.contracts import Member, Partition
 from intarsia.errors import PluginError, UsageError
-from intarsia.layout import Box, Layout, build_layouts, region_numel, whole_region
+from intarsia.layout import Box, Layout, region_numel, whole_region
 from intarsia_flexshard.assign import BucketSpec, assign, check_settings, is_match, member_of, newton_schulz_cost, parse_reshard
 from intarsia_flexshard.config import BucketConfig, FlexShardConfig
 from intarsia_flexshard.plan import make_geometry
 from intarsia_placements import block, mixed, owned, row
 from intarsia_placements.config import Block, Mixed, MixedRule, Owned, Row
+from intarsia_placements.layouts import build_layouts
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ import pytest
 import torch
 from intarsia.contracts import Member
 from intarsia.errors import PluginError, UsageError
-from intarsia.layout import build_layouts, slices
+from intarsia.layout import slices
 from intarsia_flexshard import quantised
 from intarsia_flexshard.plan import Geometry, make_geometry
 from intarsia_flexshard.quantised import QuantisedPayload, reads_payload
@@ -21,6 +21,7 @@ from intarsia_models_common.build import Linear
 from intarsia_models_common.scaled_linear import scaled_linear
 from intarsia_placements import block, flat, owned, row
 from intarsia_placements.config import Block, Flat, Owned, Row
+from intarsia_placements.layouts import build_layouts
 from torch import Tensor, nn
 
 PLACEMENTS: dict[str, Any] = {

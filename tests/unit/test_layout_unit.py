@@ -13,23 +13,11 @@ import numpy as np
 import pytest
 import torch
 from intarsia.errors import PluginError, UsageError
-from intarsia.layout import (
-    Box,
-    Layout,
-    Member,
-    Partition,
-    Region,
-    box_text,
-    build_layouts,
-    check_partition,
-    range_boxes,
-    region_parts,
-    slices,
-    whole_region,
-)
+from intarsia.layout import Box, Layout, Member, Partition, Region, box_text, range_boxes, region_parts, slices, whole_region
 from intarsia_flexshard.plan import make_geometry
 from intarsia_placements import block, column, flat, mixed, owned, replicate, row
 from intarsia_placements.config import Block, Column, Flat, Mixed, MixedRule, Owned, Replicate, Row
+from intarsia_placements.layouts import build_layouts, check_partition
 from intarsia_testing.layout import box_runs, layout_from_json, pack, simulate, unpack
 from intarsia_transfer import transfer
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from intarsia.errors import UsageError
-from intarsia.layout import Member, check_partition
+from intarsia.layout import Member
 from intarsia_parallel import collectives
 from intarsia_parallel.cuts import EvenCut
+from intarsia_placements.layouts import check_partition
 from intarsia_testing.communicator import run_ranks
 
 SHAPES = [((2, 7, 3), 1), ((1, 2, 3), 1), ((5, 2), 0), ((2, 4), -1)]

@@ -12,13 +12,14 @@ from intarsia.comm import FakeCommunicator
 from intarsia.config import MeshConfig
 from intarsia.contracts import Init, Member
 from intarsia.errors import UsageError
-from intarsia.layout import Layout, build_layouts
+from intarsia.layout import Layout
 from intarsia.mesh import Mesh, check_mesh
 from intarsia.parameters import ParameterInfo, ParameterTable
 from intarsia.train.build import build_optimizer
 from intarsia.train.state import ModelState
 from intarsia_placements import row
 from intarsia_placements.config import Row
+from intarsia_placements.layouts import build_layouts
 from torch import nn
 
 SHAPE = (6, 4)

@@ -14,9 +14,10 @@ from intarsia.comm import Communicator, SelfCommunicator
 from intarsia.config import PlacementConfig
 from intarsia.contracts import Box, Member, Regions
 from intarsia.errors import DistributedError, NumericsError, UsageError
-from intarsia.layout import build_layouts, region_numel, region_parts, slices
+from intarsia.layout import region_numel, region_parts, slices
 from intarsia.plugins import current
 from intarsia_placements.config import Block, Column, Flat, Owned, Replicate, Row
+from intarsia_placements.layouts import build_layouts
 from intarsia_rl.contracts import WeightVersion
 from intarsia_rl.weights.config import SharedMemoryConfig
 from intarsia_rl.weights.fill import Part, fill, filled_version, forget, held_parts, own_tensors

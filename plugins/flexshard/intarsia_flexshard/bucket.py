@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 from intarsia.contracts import ALIGNMENT_BYTES, Box, Member, Partition, Placement, Region
 from intarsia.errors import PluginError, UsageError
-from intarsia.layout import DTYPE_BYTES, Layout, build_layouts, region_numel, whole_region
+from intarsia.layout import DTYPE_BYTES, Layout, region_numel, whole_region
 from intarsia.mesh import Mesh
 from intarsia.parameters import ParameterInfo, ParameterTable, join_master, split_master
+from intarsia_placements.layouts import build_layouts
 from torch import Tensor, nn
 
 from intarsia_flexshard.assign import BucketSpec, member_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from intarsia.contracts import Box, Member, Partition, Placement, Region
 from intarsia.errors import UsageError
-from intarsia.layout import build_layouts
+from intarsia_placements.layouts import build_layouts
 from torch import nn
 
 from intarsia_parallel.collectives import even_counts

@@ -21,8 +21,9 @@ import numpy as np
 from hypothesis import strategies as st
 from intarsia.contracts import Box, Member, Partition, Placement, Region
 from intarsia.errors import UsageError
-from intarsia.layout import Layout, build_layouts, range_boxes, slices
+from intarsia.layout import Layout, range_boxes, slices
 from intarsia.plugins import current
+from intarsia_placements.layouts import build_layouts
 from intarsia_transfer import Transfer, transfer
 
 from intarsia_testing.base import Conformance
