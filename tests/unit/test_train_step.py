@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import torch
 from intarsia import plugins
 from intarsia.comm import SelfCommunicator
-from intarsia.contracts import IGNORE, Batch, LossSum, Run
+from intarsia.contracts import IGNORE, Batch, LossSum, Run, StepSummary
 from intarsia.errors import DistributedError, NumericsError
 from intarsia.mesh import Mesh
 from intarsia.train.built import Built
 from intarsia.train.evaluate import evaluate
 from intarsia.train.step import Flags, agree_on_tokens, clip, train_step
+from intarsia.train.trainer import Trainer
 from intarsia_eager.engine import EagerEngine
 from torch import Tensor, nn
 
@@ -224,7 +226,7 @@ class Other(SelfCommunicator):
 
 
 @pytest.mark.parametrize(
-    ("vector", "told", "text"), [([1, 0, 0, 0], None, "rank 1: no data left"), ([0, 3, 5, 9], 3, "rank 1: 3 micro-batches")]
+    ("vector", "told", "text"), [([1, 0, 0, 0, 0], None, "rank 1: no data left"), ([0, 3, 5, 9, 0], 3, "rank 1: 3 micro-batches")]
 )
 def test_ranks_that_differ_in_their_data_are_told_apart(vector, told, text) -> None:
     built = make([batch_of(1.0)], world=Other(vector, told))
@@ -233,7 +235,52 @@ def test_ranks_that_differ_in_their_data_are_told_apart(vector, told, text) -> N
 
 
 def test_the_global_count_is_summed_over_ranks() -> None:
-    assert agree_on_tokens(make(world=Other([0, 1, 3, 4], None)), [batch_of(1.0, 1.0)]) == (5, 8)
+    assert agree_on_tokens(make(world=Other([0, 1, 3, 4, 0.0], None)), [batch_of(1.0, 1.0)]) == (5, 8, 0.0)
+
+
+class Seeing(Line):
+    """A model that looks at images: 10 FLOPs for each patch."""
+
+    def media_flops(self, extra: dict[str, Any]) -> float:
+        return 10.0 * sum(math.prod(grid) for grid in extra.get("grids", ()))
+
+
+def test_what_media_cost_is_summed_over_micro_batches_and_ranks() -> None:
+    batches = [batch_of(1.0), batch_of(2.0), batch_of(3.0)]
+    batches[0].extra["grids"] = ((1, 2, 3), (2, 2, 2))
+    batches[2].extra["grids"] = ((1, 1, 1),)
+    built = make(batches, world=Other([0, 3, 3, 12, 1000.0], None))
+    built.model = Seeing().double()
+    assert agree_on_tokens(built, batches) == (6, 24, 1150.0)
+    alone = make(batches)
+    alone.model = built.model
+    summary, _ = train_step(alone, Flags)
+    assert summary.media_flops == 150.0
+
+
+def test_utilisation_counts_media() -> None:
+    """Of a peak of 1000 FLOP/s: 8 tokens of 50 and media of 200 FLOPs in two seconds, then half a second without media."""
+    built, told = make(), []
+    built.resolved.recipe.train.log_every, built.flops_per_token = 1, 50.0
+    built.event = lambda name, **fields: told.append(fields)  # type: ignore[method-assign]
+    trainer = SimpleNamespace(_built=built, _window=[], _recipe=built.resolved.recipe, _peak_flops=1000.0)
+    summary = StepSummary(0, 1.0, 1.0, 0.1, 8, 8, 2.0, media_flops=200.0)
+    Trainer._log(trainer, summary)
+    Trainer._log(trainer, dataclasses.replace(summary, seconds_s=0.5, media_flops=0.0))
+    assert [event["mfu"] for event in told] == [pytest.approx(0.3), pytest.approx(0.8)]
+    assert [event["media_flops"] for event in told] == [200.0, 0.0]
+
+
+def test_tensors_within_what_a_loader_adds_go_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    built, batch, grids = make(), batch_of(1.0), ((1, 2, 3), (1, 1, 1))
+    built.device = torch.device("meta")
+    batch.extra.update(grids=grids, patches_NC=torch.ones(2, 3), kept={"in": (torch.ones(1), "a", {"deep": torch.ones(2)})})
+    moved = built.on_device(batch)
+    assert moved.extra["grids"] is grids and moved.extra["bytes"] == 1 and moved.samples == (7,)
+    inner = moved.extra["kept"]["in"]
+    assert {each.device.type for each in (moved.tokens_BS, moved.extra["patches_NC"], inner[0], inner[2]["deep"])} == {"meta"}
+    assert inner[1] == "a" and batch.extra["patches_NC"].device.type == "cpu"
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, [3.0, 4.0]), (10.0, [3.0, 4.0]), (1.0, [0.6, 0.8])])

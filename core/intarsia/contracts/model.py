@@ -46,6 +46,9 @@ class Model(Protocol):
     `cross_entropy` of the same arguments, where it has one (a head that is cut over ranks). Losses of tokens' log-probabilities likewise call the operator
     `token_log_probs`, or the model's own one, whose results are those of all tokens on every rank.
 
+    A model that sees images or videos finds them in `context.extra` and has a method `media_flops(extra: Mapping[str, Any]) -> float`: forward plus backward FLOPs for what a loader added to one
+    micro-batch, from the host's numbers in it alone (`grids`). `flops_per_token` is then the text's; the run's utilisation counts both.
+
     A model that predicts further ahead than the next token has an attribute `predicts_ahead`, the number K of further depths. It is then given the
     following tokens by its context (`following_BSK`) and returns K + 1 hidden states, the next token's first.
     A model that sums over other ranks' rows (`logical.sum` along `batch`) has a true attribute `sums_over_batch`.

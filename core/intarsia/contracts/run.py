@@ -53,6 +53,7 @@ class StepSummary:
     """What one optimizer step gave; global numbers. Stability: provisional.
 
     `loss` is nats for each counted token; `gradient_norm` before clipping; `tokens` trained in this step over all ranks; `seconds_s` wall time of the step.
+    `media_flops` are the FLOPs that the model spent on images and videos besides those of its tokens.
     """
 
     step: int
@@ -63,3 +64,4 @@ class StepSummary:
     counted_tokens: int
     seconds_s: float
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    media_flops: float = 0.0

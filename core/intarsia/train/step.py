@@ -29,16 +29,19 @@ class Flags:
     failed: bool = False
 
 
-def agree_on_tokens(built: Built, batches: Sequence[Batch] | None) -> tuple[int, int] | None:
-    """(counted tokens, all tokens) of the step over all ranks; None when the data has ended on every rank.
+def agree_on_tokens(built: Built, batches: Sequence[Batch] | None) -> tuple[int, int, float] | None:
+    """(counted tokens, all tokens, FLOPs of media) of the step over all ranks; None when the data has ended on every rank.
 
     Every rank takes part whether it has data or not, so that nobody waits for a rank that has run out. Raises DistributedError when they differ.
     """
     mine = batches or ()
     counted = sum(built.loss.count(batch) for batch in mine)
     tokens = sum(batch.tokens_BS.numel() for batch in mine)
-    vector = torch.tensor([int(batches is None), len(mine), counted, tokens], dtype=torch.int64)
-    ended, micro_batches, counted, tokens = built.data.all_reduce(vector, what="tokens of the step").tolist()
+    media_flops = getattr(built.model, "media_flops", None)
+    media = sum(media_flops(batch.extra) for batch in mine) if media_flops else 0.0
+    # Counts are exact in float64, to 2**53.
+    vector = torch.tensor([batches is None, len(mine), counted, tokens, media], dtype=torch.float64)
+    ended, micro_batches, counted, tokens, media = built.data.all_reduce(vector, what="tokens of the step").tolist()
     if ended == built.data.size:
         return None
     if ended or micro_batches != len(mine) * built.data.size:
@@ -49,7 +52,7 @@ def agree_on_tokens(built: Built, batches: Sequence[Batch] | None) -> tuple[int,
         raise DistributedError(
             f"Ranks differ in the data of step {built.run.step}: {text}. The loader must give every rank the same number of micro-batches."
         )
-    return counted, tokens
+    return int(counted), int(tokens), media
 
 
 def train_step(built: Built, flags: Callable[[], Flags]) -> tuple[StepSummary, Flags] | None:
@@ -60,7 +63,7 @@ def train_step(built: Built, flags: Callable[[], Flags]) -> tuple[StepSummary, F
     agreed = agree_on_tokens(built, batches)
     if batches is None or agreed is None:
         return None
-    counted, tokens = agreed
+    counted, tokens, media = agreed
     built.hooks.before_step(run=run, step=step)
     scale = 1.0 / counted if counted else 0.0
     batches = [built.on_device(batch) for batch in batches]
@@ -92,6 +95,7 @@ def train_step(built: Built, flags: Callable[[], Flags]) -> tuple[StepSummary, F
         counted_tokens=counted,
         seconds_s=time.perf_counter() - start,
         metrics=metrics,
+        media_flops=media,
     )
     run.step = step + 1
     built.progress.tokens += tokens

@@ -319,15 +319,15 @@ class Trainer:
             return
         seconds = sum(each.seconds_s for each in self._window)
         rate = sum(each.tokens for each in self._window) / max(seconds, 1e-9)
+        flops_per_s = rate * built.flops_per_token + sum(each.media_flops for each in self._window) / max(seconds, 1e-9)
         self._window = []
         peak = self._peak_flops and self._peak_flops * built.world.size
-        mfu = rate * built.flops_per_token / peak if peak else None
         built.event(
             "step",
             **(dataclasses.asdict(summary) | {"step": summary.step + 1}),
             tokens_total=self._built.progress.tokens,
             tokens_per_s=rate,
-            mfu=mfu,
+            mfu=flops_per_s / peak if peak else None,
             memory_bytes=devices.peak_memory(built.device),
         )
 
