@@ -110,7 +110,7 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], device: Device, plugins:
             f"`intarsia plan` counts the buckets of FlexShard, but the sharder of the recipe is {plugins.entry_of(recipe.sharder).name}. Add sharder=flexshard."
         )
     full = full_sizes(sizes)
-    elements, ahead, trained, per_token = stage.count(recipe, plugins)
+    elements, ahead, trained, per_row = stage.count(recipe, plugins)
     chosen = stand_ins.choices(recipe, plugins, device.capabilities)
     found: dict[Any, Any] = {}
     built = [_Rank.of(recipe, sizes, device, plugins, chosen, number, found) for number in range(full["pp"])]
@@ -128,7 +128,7 @@ def make_plan(recipe: Recipe, sizes: Mapping[str, int], device: Device, plugins:
         trained=trained,
         micro_batches=first.micro_batches,
         tokens=tokens,
-        flops=per_token * tokens,
+        flops=per_row * recipe.train.global_batch,
         stages=stages,
         bubble=timeline.bubble,
         schedule=timeline.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,10 +20,11 @@ from intarsia.parameters import ParameterTable
 from intarsia.plugins import Plugins
 from intarsia.train.groups import freeze
 from intarsia_eager.context import windows_of
-from intarsia_eager.engine import prepare
+from intarsia_eager.engine import prepare, recomputed_blocks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from intarsia_planner import fake
+from intarsia_planner import fake, media
 from intarsia_planner.trace import Memory, Traced, Work, leaves, run, saved_when_compiled
 
 
@@ -91,10 +93,10 @@ def computed(stage: Stage) -> list[nn.Parameter]:
 
 
 def batch_of(recipe: Recipe, rows: int) -> Batch:
-    """A micro-batch of rows of one document each."""
+    """A micro-batch of rows of one document each, with images where the model sees."""
     length = recipe.train.sequence_length
     tokens, documents = (torch.zeros(rows, length, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
-    return Batch(tokens, tokens.clone(), tokens.clone(), documents, ((length,),) * rows)
+    return Batch(tokens, tokens.clone(), tokens.clone(), documents, ((length,),) * rows, extra=media.extra_of(recipe, rows))
 
 
 @contextlib.contextmanager
@@ -173,8 +175,8 @@ class TracedStage:
         return sum(piece.traced.memory.kept * piece.count for piece in self.pieces if piece.kind != "leave")
 
 
-def trace(stage: Stage, chosen: Mapping[str, Choice], on_device: bool, found: dict[Any, Traced]) -> list[TracedStage]:
-    """Trace every stage of the rank. `found` keeps what has been traced, for other ranks too."""
+def trace(stage: Stage, chosen: Mapping[str, Choice], on_device: bool, found: dict[Any, tuple[Traced, Any]]) -> list[TracedStage]:
+    """Trace every stage of the rank. `found` keeps what has been traced with what came out, for other ranks too."""
     try:
         with kernels(chosen, on_device, stage.log):
             return [_trace_part(stage, part, computed(stage), found) for part in stage.parts]
@@ -182,7 +184,9 @@ def trace(stage: Stage, chosen: Mapping[str, Choice], on_device: bool, found: di
         logical.reset()
 
 
-def _trace_part(stage: Stage, part: StagePart | None, parameters: Sequence[nn.Parameter], found: dict[Any, Traced]) -> TracedStage:
+def _trace_part(
+    stage: Stage, part: StagePart | None, parameters: Sequence[nn.Parameter], found: dict[Any, tuple[Traced, Any]]
+) -> TracedStage:
     recipe, model = stage.recipe, stage.model
     model.train()
     ahead = getattr(model, "predicts_ahead", 0)
@@ -195,6 +199,12 @@ def _trace_part(stage: Stage, part: StagePart | None, parameters: Sequence[nn.Pa
     pieces: list[Piece] = []
     first, last = part is None or part.first, part is None or part.last
     carry = None
+    recomputed = set(recomputed_blocks(model, recipe.recompute))
+    # What a vision tower's blocks do is part of `enter`.
+    for name in recomputed if first else ():
+        if name.startswith("visual."):
+            tower_block = model.get_submodule(name)
+            tower_block.forward = functools.partial(_recomputing, tower_block.forward)
     if first:
         traced, carry = run(lambda x: model.enter(batch.tokens_BS, context), (), parameters, known, stage.log)
         pieces.append(Piece("enter", "embedding", 1, traced))
@@ -202,16 +212,15 @@ def _trace_part(stage: Stage, part: StagePart | None, parameters: Sequence[nn.Pa
         carry = _carry_of(stage, batch)
     carried = sum(each.nbytes for each in leaves(carry))
     names = [f"layers.{i}" for i in range(len(model.layers))] if part is None else list(part.blocks)
-    names = [name for name in names if not name.startswith("mtp.")]
-    recomputed = set(model.regions().blocks[:: recipe.recompute.every]) if recipe.recompute.mode == "blocks" else set()
-    counts: dict[Any, list[str]] = {}
+    names = [name for name in names if not name.startswith(("mtp.", "visual."))]
+    alike: dict[Any, list[str]] = {}
     for name in names:
-        counts.setdefault((_signature(model.get_submodule(name)), name in recomputed), []).append(name)
-    for (signature, is_recomputed), alike in counts.items():
-        key = (signature, is_recomputed, tuple(each.shape for each in leaves(carry)))
+        key = (_signature(model.get_submodule(name)), name in recomputed, tuple(each.shape for each in leaves(carry)))
         if key not in found:
-            found[key], carry = _trace_block(stage, alike[0], carry, shared, context, parameters, known, is_recomputed)
-        pieces.append(Piece("block", alike[0], len(alike), found[key]))
+            found[key] = _trace_block(stage, name, carry, shared, context, parameters, known, name in recomputed)
+        alike.setdefault(key, []).append(name)
+        carry = found[key][1]
+    pieces += [Piece("block", each[0], len(each), found[key][0]) for key, each in alike.items()]
     if last:
         loss = _loss(stage)
 
@@ -222,6 +231,11 @@ def _trace_part(stage: Stage, part: StagePart | None, parameters: Sequence[nn.Pa
         traced, _ = run(leave, carry, parameters, known, stage.log)
         pieces.append(Piece("leave", "head and loss", 1, traced))
     return TracedStage(0 if part is None else part.index, tuple(pieces), first, last, (0 if first else carried, 0 if last else carried))
+
+
+def _recomputing(forward: Any, *arguments: Any) -> Any:
+    """As the engine recomputes a block; of a generator's state there is none on the meta device."""
+    return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _note(model: nn.Module, batch: Batch) -> None:
@@ -286,7 +300,7 @@ def _compiled_memory(stage: Stage, name: str, piece: Any, carry: Any, known: Seq
 
 
 def count(recipe: Recipe, plugins: Plugins) -> tuple[int, int, int, float]:
-    """The whole model's parameters, those of them that only predict further ahead, those that are trained, and FLOPs of a token's forward and backward."""
+    """The whole model's parameters, those of them that only predict further ahead, those that are trained, and FLOPs of a row's forward and backward, its images' included."""
     with torch.device("meta"):
         model: Any = plugins.build(recipe.model)
     freeze(recipe.parameter_groups, model)
@@ -294,4 +308,5 @@ def count(recipe: Recipe, plugins: Plugins) -> tuple[int, int, int, float]:
     ahead = sum(each.numel() for name, each in named.items() if name.startswith("mtp."))
     total = sum(each.numel() for each in named.values())
     trained = sum(each.numel() for each in named.values() if each.requires_grad)
-    return total, ahead, trained, float(model.flops_per_token(recipe.train.sequence_length))
+    length, grids = recipe.train.sequence_length, media.grids_of(recipe)
+    return total, ahead, trained, model.flops_per_token(length) * length + (model.media_flops({"grids": grids}) if grids else 0.0)

@@ -5,6 +5,7 @@
 | attention | q, k, v, the output, log-sum-exps (float32) | flash attention, arXiv 2205.14135; `kernels/intarsia_kernels/attention` calls nothing else |
 | cross_entropy | the gradients by hidden states and, in float32, by the weight; one chunk's logits while it runs | `kernels/intarsia_kernels/loss/triton_cross_entropy.py` |
 | rms_norm | x, the weight, the reciprocal root for each row (float32) | `kernels/intarsia_kernels/norm/triton_rms_norm.py` |
+| segment_attention | as attention | torch's own attention, segment by segment (the operator's reference) |
 | gated_delta_rule | the inputs, and of each chunk its state, two triangles and seven factors (`delta_rule`) | `kernels/intarsia_kernels/delta_rule/rule.py` |
 
 Other operators' kernels keep what their references do.
@@ -12,7 +13,7 @@ Other operators' kernels keep what their references do.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +142,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *further: Any, **settings: A
     return _Norm.apply(x, weight, eps)
 
 
+def segment_attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, lengths: Sequence[int], *, scale: float) -> Tensor:
+    """As the operator: rows see their own segment."""
+    rows = max(1, q_NHD.shape[0])
+    share = sum(length**2 for length in lengths) / rows**2
+    return attention_forward(q_NHD[None], k_NHD[None], v_NHD[None], share)[0][0]
+
+
 STAND_INS = {"attention": attention, "cross_entropy": cross_entropy, "rms_norm": rms_norm, "gated_delta_rule": gated_delta_rule}
 
 
@@ -164,4 +172,5 @@ def choices(recipe: Any, plugins: Plugins, capabilities: Collection[str]) -> dic
     found = ops.select(
         recipe.kernels, elsewhere, capabilities, recipe.precision.compute, compiled=recipe.compile.mode != "none", measured={}
     )
-    return dict(found.choices)
+    # Its reference calls what a device has, and that is not what the meta device has.
+    return {**found.choices, "segment_attention": Choice("reference", "a stand-in", segment_attention)}
