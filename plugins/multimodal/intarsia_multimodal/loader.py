@@ -23,6 +23,7 @@ from intarsia_data.steps import StepLoader, order_settings, stream_key
 
 from intarsia_multimodal.batches import stack
 from intarsia_multimodal.config import MultimodalConfig
+from intarsia_multimodal.contracts import Processor
 from intarsia_multimodal.index import MediaIndex, Record, fit, open_index
 from intarsia_multimodal.making import Piece, Row, padding_row
 from intarsia_multimodal.pool import Answer, Pool
@@ -45,6 +46,8 @@ class MultimodalLoader(StepLoader):
     def __init__(self, config: MultimodalConfig, recipe: Recipe, plugins: Any, rank: int, ranks: int, directory: Path, split: str):
         self._maker = maker = Maker(recipe, plugins, directory, split)
         self._config, self._recipe, self._plugins, self._directory, self._split = config, recipe, plugins, directory, split
+        self.processor: Processor = maker.processor
+        self.pad_id: int = maker.pad_id
         check_model(maker.processor, getattr(recipe, "model", None))
         self._pool_of_workers: Pool | None = None
         self._starting, self._closed = threading.Lock(), False
@@ -130,7 +133,7 @@ class MultimodalLoader(StepLoader):
     def make_batches(self, samples: Sequence[range]) -> list[Batch]:
         """See StepLoader."""
         rows = iter(self._rows([self._pieces(sample) for each in samples for sample in each]))
-        empty = padding_row(self._row, self._maker.pad_id, self._maker.processor.patch_values, self._maker.byte_lengths is not None)
+        empty = padding_row(self._row, self.pad_id, self.processor.patch_values, self._maker.byte_lengths is not None)
         return [stack([next(rows) for _ in each] or [empty], list(each) or [-1]) for each in samples]
 
     def _pieces(self, sample: int) -> list[Piece]:
@@ -215,7 +218,7 @@ class MultimodalLoader(StepLoader):
         }  # fmt: skip
 
 
-def check_model(processor: Any, model: Any) -> None:
+def check_model(processor: Processor, model: Any) -> None:
     """UsageError unless the processor's special tokens and the shape of its patches are those that the model's settings say."""
     vision = getattr(model, "vision", None)
     wrong = [

@@ -65,7 +65,7 @@ def opened(data: bytes | str, reading: ReadingConfig) -> Iterator[IO[bytes]]:
     try:
         stream = open(data, "rb")  # noqa: SIM115 - closed below, apart from the errors of opening
     except OSError as error:
-        raise MediaError(f"{data} cannot be read: {error.strerror or error}") from error
+        raise MediaError(f"it cannot be read: {error.strerror or error}") from error
     with stream:
         check_bytes(os.fstat(stream.fileno()).st_size, reading)
         yield stream

@@ -16,7 +16,7 @@ from intarsia_data.tokenizer import encode_parts, text_of
 from intarsia_multimodal import media, video
 from intarsia_multimodal.config import PatchProcessorConfig
 from intarsia_multimodal.contracts import MediaError, Prepared, Slot
-from intarsia_multimodal.resampling import level_table, resize, to_patches
+from intarsia_multimodal.resampling import from_patches, level_table, resize, to_patches
 from intarsia_multimodal.sizes import frame_numbers, image_size, timestamps, video_size
 
 CHANNELS = 3
@@ -202,6 +202,11 @@ class PatchProcessor:
             frames.append(resize(frame, height, width, config.resampling))
         frames += [frames[-1]] * (slot.grid[0] * config.temporal_patch - len(frames))
         return to_patches(numpy.stack(frames), self._table, config.patch, config.temporal_patch, config.merge)
+
+    def picture(self, patches_NC: numpy.ndarray, grid: tuple[int, int, int]) -> numpy.ndarray:
+        """The frames of a medium's patches, as the model sees them, uint8 [T, H, W, 3]; those of an image are alike."""
+        config = self.config
+        return from_patches(patches_NC, grid, config.mean, config.std, config.patch, config.temporal_patch, config.merge)
 
     def fingerprint(self) -> str:
         """Over the settings, without the limits of what may be read."""

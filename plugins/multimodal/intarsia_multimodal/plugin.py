@@ -69,6 +69,18 @@ def offer_data_sources() -> Sequence[Entry]:
 
 
 @hookimpl
+def offer_commands() -> Sequence[Entry]:
+    """The command."""
+    return [
+        Entry(
+            name="media",
+            target="intarsia_multimodal.show_command:MediaCommand",
+            doc="Show the rows that a run with images would be given, and the images as the model sees them.",
+        )
+    ]
+
+
+@hookimpl
 def before_update(run: Run, step: int) -> None:
     """Record media that could not be decoded in this step, where the loader leaves them out. The same on every rank."""
     from intarsia_multimodal.config import MultimodalConfig

@@ -45,3 +45,21 @@ def to_patches(frames_THWC: numpy.ndarray, table_CL: numpy.ndarray, patch: int, 
     for channel in range(channels):
         patches[:, :, :, :, :, channel] = table_CL[channel][blocks[:, :, :, :, :, channel]]
     return patches.reshape(-1, channels * temporal * patch * patch)
+
+
+def from_patches(
+    patches_NC: numpy.ndarray,
+    grid: tuple[int, int, int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    patch: int,
+    temporal: int,
+    merge: int,
+) -> numpy.ndarray:
+    """The frames uint8 [T, H, W, 3] of patches: the inverse of `to_patches`, up to rounding."""
+    frames, rows, columns = grid
+    channels = len(mean)
+    blocks = patches_NC.reshape(frames, rows // merge, columns // merge, merge, merge, channels, temporal, patch, patch)
+    pixels = blocks.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(frames * temporal, rows * patch, columns * patch, channels)
+    levels = (pixels * numpy.asarray(std, numpy.float32) + numpy.asarray(mean, numpy.float32)) * 255
+    return numpy.clip(numpy.rint(levels), 0, 255).astype(numpy.uint8)
