@@ -68,6 +68,20 @@ class Loses(PatchProcessor):
         return type(prepared)(prepared.tokens_N, prepared.trained_N, prepared.positions_3N, prepared.media[:-1], prepared.text_bytes)
 
 
+class Lenient(PatchProcessor):
+    """Finds media that it is not given."""
+
+    def locate(self, tokens, media):
+        return super().locate(tokens, media if len(media) != 1 else [*media, *self.more])
+
+    more = ()
+
+    def prepare(self, document):
+        prepared = super().prepare(document)
+        self.more = tuple(slot.media for slot in prepared.media[1:])
+        return prepared
+
+
 @pytest.mark.parametrize(
     ("processor", "test", "words"),
     [
@@ -76,6 +90,7 @@ class Loses(PatchProcessor):
         (Doubles, "test_patches_are_as_promised", "`load` gives float64"),
         (Forgets, "test_fingerprint_follows_the_settings", "other settings have the same fingerprint"),
         (Loses, "test_media_are_kept_in_order", "its slots hold"),
+        (Lenient, "test_media_are_found_in_final_tokens", "a medium more than it is given"),
     ],
 )
 def test_the_kit_finds_broken_processors(monkeypatch, processor, test, words):

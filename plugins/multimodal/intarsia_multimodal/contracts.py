@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy
-from intarsia.contracts import Document, Media
+from intarsia.contracts import Document, Media, Parts
 from intarsia.errors import UsageError
 
 
@@ -82,6 +82,13 @@ class Processor(Protocol):
 
         Errors: MediaError where a medium cannot be used, UsageError where the document is wrong.
         """
+
+    def as_ids(self, parts: Parts) -> Parts:
+        """The parts with each medium as the ids of its block: for whoever writes a conversation himself, and gives its tokens to `locate`. Errors: MediaError."""
+
+    def locate(self, tokens: Sequence[int], media: Sequence[Media]) -> Prepared:
+        """Tokens that are final, in which the blocks of these media stand, in order: their slots and positions; nothing is trained on. Errors: MediaError; UsageError where the
+        tokens have more placeholders than the media need, or fewer, or other tokens around them."""
 
     def load(self, slot: Slot) -> numpy.ndarray:
         """The patches of a medium, float32 [frames * rows * columns, C], in merge-block order: frame, block row, block column, row in the block, column in the

@@ -68,6 +68,17 @@ class PatchProcessor:
             kept[slot.at : slot.stop] = False
         return Prepared(ids, kept, positions_of(len(ids), slots, self.merge), slots, len(text.encode()))
 
+    def as_ids(self, parts: Parts) -> Parts:
+        """See Processor."""
+        return self._expanded(parts, [])
+
+    def locate(self, tokens: Sequence[int], media: Sequence[Media]) -> Prepared:
+        """See Processor."""
+        ids = numpy.asarray(tokens, dtype=numpy.int64)
+        slots = tuple(self._placed(ids, [self._block(medium) for medium in media]))
+        size = len(self.tokenizer.decode(list(tokens)).encode())
+        return Prepared(ids, numpy.zeros(len(ids), bool), positions_of(len(ids), slots, self.merge), slots, size)
+
     def _encoded(self, document: Document, blocks: list[Block]) -> tuple[Sequence[int], Sequence[bool] | None, str]:
         """Ids, mask (None: all trained) and text of a document; its media as blocks, in order."""
         if document.tokens is not None:

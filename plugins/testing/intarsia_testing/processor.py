@@ -142,6 +142,30 @@ class ProcessorConformance(Conformance):
                 f"document {number} of the kit has {len(given)} media, and its slots hold {len(found)}, or others.",
             )
 
+    def test_media_are_found_in_final_tokens(self) -> None:
+        """`locate` finds in a document's tokens what `prepare` put there, and refuses them with a medium less; `as_ids` gives a medium's whole block."""
+        processor = self.processor()
+        for number, document in enumerate(self.documents()):
+            prepared = processor.prepare(document)
+            media = [slot.media for slot in prepared.media]
+            found = processor.locate(prepared.tokens_N.tolist(), media)
+            same = found.media == prepared.media and (found.positions_3N == prepared.positions_3N).all() and not found.trained_N.any()
+            keep(
+                "media are found in final tokens",
+                same,
+                f"document {number} of the kit: `locate` gives other slots or positions than `prepare`.",
+            )
+            for slot in prepared.media:
+                block = processor.as_ids((slot.media,))
+                expected = tuple(prepared.tokens_N[slot.at : slot.stop].tolist())
+                keep("media are found in final tokens", block == expected, f"`as_ids` gives {block[:8]}, and `prepare` {expected[:8]}.")
+            if media:
+                try:
+                    processor.locate(prepared.tokens_N.tolist(), media[:-1])
+                except UsageError:
+                    continue
+                broken("media are found in final tokens", "`locate` takes tokens with a medium more than it is given.")
+
     def test_text_has_ordinary_positions(self) -> None:
         """Text counts from 0 on all three axes, and is trained on; a conversation where the assistant speaks."""
         prepared = self.processor().prepare(Document(text="Text alone."))

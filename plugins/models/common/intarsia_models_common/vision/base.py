@@ -8,7 +8,7 @@ for each layer k:  x = Block(x);  behind block k < K:  x = x + deepstack_k in th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class VisionLanguageModel(LanguageModel):
     """A decoder with a vision tower (an `intarsia.contracts.Model`). Stability: provisional.
 
     Where a context's `extra` has `patches_NC`, the tower runs on them, be they none, and its features take the places that `visual_BS` says; else the model is one of text. So whether it
-    runs depends on the loader alone, and ranks with images and ranks without make the same calls.
+    runs depends on the loader alone, and ranks with images and ranks without make the same calls. `features` in `extra` are what `see` gave before: generation, which reads a prompt in
+    pieces, looks at its images once.
     """
 
     def __init__(self, config: VisionLanguageModelConfig) -> None:
@@ -47,20 +48,26 @@ class VisionLanguageModel(LanguageModel):
         self.visual = None if config.vision is None else build(config.vision, self.scope_of(None).inside("visual", config.vision.dim))
         self.visual_rows = None if config.vision is None else TokenFeatures()
 
+    def see(self, patches_NC: Tensor, grids: Sequence[Sequence[int]]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Features [M, D] of images and video in order, and those that are added behind the first blocks. UsageError where the model has no vision tower."""
+        if self.visual is None:
+            raise UsageError(
+                f"The batch has images, and this {type(self).__name__} has no vision tower: model.vision is none. Choose a loader of text, or a size of the family with a tower."
+            )
+        features_MD, deepstack = self.visual(patches_NC, grids)
+        return features_MD, deepstack
+
     def enter(self, tokens_BS: Tensor, context: SequenceContext) -> Carry:
         """The residual stream, with features in their tokens' places. UsageError or PluginError where features and places do not fit."""
         x_BSD = self.tok_embeddings(tokens_BS)
         extra: Mapping[str, Any] = getattr(context, "extra", None) or {}
-        if "patches_NC" not in extra:
+        if "features" not in extra and "patches_NC" not in extra:
             return x_BSD
-        if self.visual is None or self.visual_rows is None:
-            raise UsageError(
-                f"The batch has images, and this {type(self).__name__} has no vision tower: model.vision is none. Choose a loader of text, or a size of the family with a tower."
-            )
+        features_MD, deepstack = extra["features"] if "features" in extra else self.see(extra["patches_NC"], extra["grids"])
         visual_BS = extra["visual_BS"]
-        features_MD, deepstack = self.visual(extra["patches_NC"], extra["grids"])
         check_places(visual_BS, tokens_BS, features_MD.shape[0])
-        rows_BS = self.visual_rows(visual_BS)
+        # A size without a tower has no module that a mesh could have replaced.
+        rows_BS = visual_BS if self.visual_rows is None else self.visual_rows(visual_BS)
         picked_BSD = pick(features_MD, rows_BS, x_BSD.dtype)
         x_BSD = torch.where((rows_BS >= 0)[..., None], picked_BSD, x_BSD)
         return (x_BSD, rows_BS, deepstack) if deepstack else x_BSD
