@@ -33,6 +33,8 @@ SPAN = 8
 """Chunks between two states that are kept where the rest is recomputed."""
 
 
+# A loop over chunks or tokens, which tracing would write out, thousands of lines for a long row.
+@torch.compiler.disable
 def gated_delta_rule(
     q_BSHK: Tensor,
     k_BSHK: Tensor,
@@ -179,7 +181,7 @@ def _chunked(
         outputs.append(reads_BHNCK[:, :, n] @ state_BHKV + scores_BHNCC[:, :, n] @ new_BHCV)
         state_BHKV = enters_BHNC[:, :, n, -1, None, None] * state_BHKV + leaves_BHNKC[:, :, n] @ new_BHCV
     y_BSHV = torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2)
-    return y_BSHV.to(v_BSHV.dtype), state_BHKV
+    return y_BSHV.to(v_BSHV.dtype).contiguous(), state_BHKV
 
 
 def _in_chunks(x_BS: Tensor, size: int) -> Tensor:

@@ -76,7 +76,9 @@ class GatedDeltaNet(nn.Module):
         q_BSHK, k_BSHK = (self._for_value_heads(x.unflatten(-1, (-1, self.key_dim))) for x in (q_BSC, k_BSC))
         dtype = wide(x_BSD.dtype)
         beta_BSH = self.wb(x_BSD).to(dtype).sigmoid()
-        decay_BSH = -self.log_a.to(dtype).exp() * F.softplus(self.wa(x_BSD).to(dtype) + self.dt_bias.to(dtype))
+        # The softplus. Of torch's own, compiled code mistakes the layout of the gradient.
+        step_BSH = torch.logaddexp(self.wa(x_BSD).to(dtype) + self.dt_bias.to(dtype), self.dt_bias.new_zeros((), dtype=dtype))
+        decay_BSH = -self.log_a.to(dtype).exp() * step_BSH
         y_BSHV = context.recurrent(
             self.name,
             "delta",
