@@ -422,6 +422,19 @@ def test_an_episode_and_its_scores():
     run_virtually(main())
 
 
+def test_two_tasks_of_one_id_are_refused_with_both_places(monkeypatch):
+    twice = [Task("a", {}), Task("b", {}), Task("c", {}), Task("b", {"other": 1})]
+    monkeypatch.setattr("intarsia_testing.rl_doubles.Misbehaves.tasks", lambda self, split: twice)
+
+    async def main():
+        pool, _ = await workers_of()
+        with pytest.raises(UsageError, match=r"two tasks of the id 'b' in its split 'train': numbers 1 and 3"):
+            await pool.tasks("train")
+        await pool.close()
+
+    run_virtually(main())
+
+
 FAILURES = {
     "raise": (r"environment: step: KeyError: 'the key' \(.*rl_doubles.py:\d+\)", False),
     "system": ("environment: step: ConnectionRefusedError: nobody listens", True),

@@ -455,9 +455,17 @@ class WorkerPool:
         return self._facts.limits
 
     async def tasks(self, split: str) -> tuple[Task, ...]:
-        """The tasks of a split, asked for once. UsageError for an unknown one, with the splits that there are."""
+        """The tasks of a split, asked for once. UsageError for an unknown one, with the splits that there are, and for two tasks of one id."""
         if split not in self._tasks:
-            self._tasks[split] = tuple([task async for task in self._read_tasks(split)])
+            tasks = tuple([task async for task in self._read_tasks(split)])
+            places: dict[str, int] = {}
+            for place, task in enumerate(tasks):
+                if places.setdefault(task.id, place) != place:
+                    raise UsageError(
+                        f"The environment has two tasks of the id {task.id!r} in its split {split!r}: numbers {places[task.id]} and {place}, counted from 0. Samples, seeds "
+                        "and statistics go by a task's id: give each its own."
+                    )
+            self._tasks[split] = tasks
         return self._tasks[split]
 
     async def _read_tasks(self, split: str) -> AsyncIterator[Task]:
