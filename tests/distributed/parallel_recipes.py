@@ -17,9 +17,12 @@ from intarsia_deepseek_v3.config import deepseek_v3, v3_router, yarn
 from intarsia_llama3 import recipes as llama_recipes
 from intarsia_llama3.config import llama3, scaled_rope
 from intarsia_models_common.config import MLAConfig, SwiGLUConfig
+from intarsia_multimodal.config import DrawnConfig
 from intarsia_optimizers.config import AdamWConfig, ConstantConfig, MuonConfig
 from intarsia_qwen3 import recipes as qwen_recipes
 from intarsia_qwen3.config import experts, qwen3
+from intarsia_qwen3_5 import recipes as qwen3_5_recipes
+from intarsia_qwen3_vl import recipes as qwen3_vl_recipes
 from intarsia_rl.algorithms.config import DPOConfig
 from intarsia_rl.preferences.config import PreferenceFilesConfig, PreferencesConfig
 
@@ -162,6 +165,36 @@ def qwen(packing: str = "concatenate") -> Recipe:
 def qwen_padded() -> Recipe:
     """One document to a row: most of it is padding, and ranks without a row have nothing else."""
     return qwen("one_per_row")
+
+
+def _seeing(base: Recipe) -> Recipe:
+    """A debug size on packed questions on drawn images, and on texts: rows with several images, and rows without any."""
+    model = chz.replace(base.model, initial_std=0.08)
+    recipe = _recipe(base, model)
+    source = JsonlConfig(paths=(os.environ.get(FOLDER, ".") + "/documents.jsonl",))
+    mixture = (MixturePart(source=DrawnConfig(documents=120)), MixturePart(source=source, weight=2.0))
+    data = chz.replace(recipe.data, loader=chz.replace(base.data.loader, workers=0), tokenizer=base.data.tokenizer, mixture=mixture)
+    return chz.replace(recipe, data=data, train=chz.replace(recipe.train, steps=3, sequence_length=100, micro_batch=8))
+
+
+def qwen3_vl() -> Recipe:
+    """Three axes of positions, a vision tower, two DeepStack features."""
+    return _seeing(qwen3_vl_recipes.debug())
+
+
+def qwen3_vl_moe() -> Recipe:
+    """The same with experts."""
+    return _seeing(qwen3_vl_recipes.moe_debug())
+
+
+def qwen3_5() -> Recipe:
+    """Gated DeltaNet and gated attention in turns, a vision tower, one token further ahead."""
+    return _seeing(qwen3_5_recipes.debug())
+
+
+def qwen3_5_moe() -> Recipe:
+    """The same with experts and a shared one behind a gate."""
+    return _seeing(qwen3_5_recipes.moe_debug())
 
 
 def write_preferences(folder: Path) -> None:

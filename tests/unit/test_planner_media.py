@@ -23,13 +23,21 @@ def recipe_of(name: str, *overrides: str) -> Recipe:
     return resolve(name, list(overrides)).recipe
 
 
+SEEING = ("data.loader=multimodal", "data.loader.processor=patches", "data.loader.patches=8192")
+
+
 def test_a_rows_images_are_a_share_of_its_tokens_within_the_loaders_budget():
-    recipe: Any = recipe_of("qwen3_vl/2b")
+    recipe: Any = recipe_of("qwen3_vl/2b", *SEEING)
     assert media.grids_of(recipe) == ((1, 32, 32),) * 8  # 8192 patches are the budget, half of the tokens would be 16,384
-    assert media.grids_of(recipe_of("qwen3_vl/2b", "model.vision.share=0.125")) == ((1, 32, 32),) * 4
+    assert media.grids_of(recipe_of("qwen3_vl/2b", *SEEING, "model.vision.share=0.125")) == ((1, 32, 32),) * 4
     assert media.grids_of(recipe_of("qwen3_vl/debug", "data.loader.patches=40")) == ((1, 2, 20),)
-    assert media.grids_of(recipe_of("qwen3_vl/2b", "model.vision.share=0.0")) == ()
-    assert media.grids_of(recipe_of("qwen3_5/text-debug")) == () == media.grids_of(recipe_of("llama3/debug"))
+    assert media.grids_of(recipe_of("qwen3_vl/2b", *SEEING, "model.vision.share=0.0")) == ()
+    assert (
+        media.grids_of(recipe_of("qwen3_vl/2b"))
+        == media.grids_of(recipe_of("qwen3_5/text-debug"))
+        == ()
+        == media.grids_of(recipe_of("llama3/debug"))
+    )
     extra = media.extra_of(recipe, 2)
     assert extra["patches_NC"].shape == (2 * 8192, 3 * 2 * 16 * 16) and len(extra["grids"]) == 16
     assert extra["visual_BS"].shape == (2, 8192) and extra["positions_3BS"].shape == (3, 2, 8192)
@@ -68,5 +76,5 @@ def test_every_axis_is_planned(name):
 
 @pytest.mark.slow
 def test_the_largest_hybrid_on_1024_ranks():
-    plan = planned(recipe_of("qwen3_5/397b-a17b", "mesh.pp=4", "mesh.ep=64", "engine=pipeline"), 1024)
+    plan = planned(recipe_of("qwen3_5/397b-a17b", *SEEING, "mesh.pp=4", "mesh.ep=64", "engine=pipeline"), 1024)
     assert plan.elements - plan.ahead == 396_802_360_816 and plan.devices == 1024 and plan.fits

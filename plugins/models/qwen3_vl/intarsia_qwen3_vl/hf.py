@@ -160,10 +160,7 @@ def _feed_forward_to(ours: FeedForwardConfig) -> dict[str, Any]:
         return {"intermediate_size": ours.hidden}
     assert isinstance(ours, MoEConfig)
     router = ours.router
-    if (
-        router != SoftmaxRouterConfig(experts=router.experts, top_k=router.top_k, joint_loss=router.joint_loss)
-        or ours.shared is not None
-    ):
+    if router != SoftmaxRouterConfig(experts=router.experts, top_k=router.top_k, joint_loss=router.joint_loss) or ours.shared is not None:
         _refuse(f"their experts have a softmax router with normalised weights, no bias and no shared expert, and this is {ours}")
     return {
         "intermediate_size": ours.hidden,

@@ -1,7 +1,10 @@
 """Runs of Qwen3-VL, from minutes on a laptop to the published sizes. Torch-free.
 
-The larger recipes name the byte tokenizer and questions on drawn images, which are always there, so that any of them starts anywhere; a real run says `data.tokenizer=...` (whose special
-tokens must have the ids of `model.image_id` and its like) and `data.mixture.0.source=media_jsonl data.mixture.0.source.paths=[...]`.
+The larger recipes name the byte tokenizer and the standard library's source, which are always there, so that any of them starts anywhere; a real run says
+
+    data.tokenizer=tokenizer_json data.tokenizer.path=... data.loader=multimodal data.loader.processor=patches data.mixture.0.source=media_jsonl data.mixture.0.source.paths=[...]
+
+where the defaults of `patches` are what transformers' processor of the family does.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from intarsia.config import (
 )
 from intarsia_checkpoint_posix.config import PosixConfig
 from intarsia_checkpoint_stream.config import StreamConfig
-from intarsia_data.config import ByteTokenizerConfig
+from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
 from intarsia_eager.config import CrossEntropyConfig, EagerConfig
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_multimodal.config import DrawnConfig, MultimodalConfig, PatchProcessorConfig
@@ -32,19 +35,14 @@ SPECIALS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|
 """Special tokens that the byte tokenizer is given; in debug sizes they have the ids of `model.vision_start_id` and its like."""
 
 
-def processor() -> PatchProcessorConfig:
-    """How the released models see: patches of 16 pixels, what transformers' processor of the family does."""
-    return PatchProcessorConfig()
-
-
 def small_processor() -> PatchProcessorConfig:
     """How the debug sizes see: images of 32 x 32 pixels in patches of 4."""
     return PatchProcessorConfig(patch=4, min_pixels=1024, max_pixels=1024, video_min_pixels=1024, video_max_pixels=8192)
 
 
-def _drawn(processor: PatchProcessorConfig, patches: int) -> DataConfig:
+def _drawn() -> DataConfig:
     return DataConfig(
-        loader=MultimodalConfig(processor=processor, patches=patches),
+        loader=MultimodalConfig(processor=small_processor(), patches=1024),
         tokenizer=ByteTokenizerConfig(specials=SPECIALS),
         mixture=(MixturePart(source=DrawnConfig(documents=20_000)),),
     )
@@ -54,7 +52,7 @@ def _debug(name: str, model: Qwen3VLConfig) -> Recipe:
     return Recipe(
         name=name,
         model=model,
-        data=_drawn(small_processor(), 1024),
+        data=_drawn(),
         optimizer=MuonConfig(lr=0.02, weight_decay=0.01, momentum=0.9, adamw_lr=0.005, newton_schulz_dtype="float32"),
         schedule=WSDConfig(warmup_steps=10, decay=0.3),
         loss=CrossEntropyConfig(),
@@ -80,7 +78,7 @@ def _published(name: str, model: Qwen3VLConfig, *, lr: float, steps: int, global
     return Recipe(
         name=name,
         model=model,
-        data=_drawn(processor(), 8192),
+        data=DataConfig(loader=PackedConfig(), tokenizer=ByteTokenizerConfig(), mixture=(MixturePart(source=StdlibConfig()),)),
         optimizer=AdamWConfig(lr=lr, weight_decay=0.1, betas=(0.9, 0.95)),
         schedule=CosineConfig(warmup_steps=2000, floor=0.1),
         loss=CrossEntropyConfig(chunk=2048),
