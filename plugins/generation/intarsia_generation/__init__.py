@@ -17,12 +17,13 @@ from intarsia_generation.settings import SamplingConfig
 if TYPE_CHECKING:
     from intarsia_generation.cache import CacheContext
     from intarsia_generation.generator import Completion, Generator
+    from intarsia_generation.prompts import Prompt
     from intarsia_generation.source import load
 
 __version__ = "0.1.0.dev0"
-__all__ = ["CacheContext", "Completion", "Generator", "SamplingConfig", "load"]
+__all__ = ["CacheContext", "Completion", "Generator", "Prompt", "SamplingConfig", "load"]
 
-_HOMES = {"CacheContext": "cache", "Completion": "generator", "Generator": "generator", "load": "source"}
+_HOMES = {"CacheContext": "cache", "Completion": "generator", "Generator": "generator", "Prompt": "prompts", "load": "source"}
 
 
 def __getattr__(name: str) -> Any:

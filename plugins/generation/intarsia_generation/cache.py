@@ -5,7 +5,7 @@ Shape suffixes: B sequences, S new tokens, T slots of a cache, H query heads, K 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -62,7 +62,9 @@ class Slots:
 class CacheContext:
     """A SequenceContext that keeps caches for B sequences of different lengths, each beginning at position 0. Stability: provisional.
 
-    `begin(counts)` announces new tokens, then the model is called once on them: row b has `counts[b]` tokens, padded on the right to the longest.
+    `begin(counts, extra)` announces new tokens, then the model is called once on them: row b has `counts[b]` tokens, padded on the right to the longest. `extra` is what the model is shown
+    beside them, by the names of `Batch.extra`: `positions_3BS`, `visual_BS`, `patches_NC` and `grids`, or instead of the last two `features`, which the model's `see` gave before. Without it
+    tokens go on behind the highest position so far, on all axes alike.
     `select(rows)` keeps, drops, repeats and reorders sequences. It serves softmax and latent mixers with paged caches, and recurrent ones with states, and refuses a model with others, by
     name. States are advanced by a row's own tokens alone, whatever it is padded with.
 
@@ -70,10 +72,14 @@ class CacheContext:
     """
 
     positions_BS: Tensor
+    extra: Mapping[str, Any]
 
     def __init__(self, model: nn.Module, rows: int, device: torch.device, chunk: int = 512):
         self.chunk, self.device = chunk, device
         self.lengths = [0] * rows
+        # What positions in time, height and width are ahead of the tokens' numbers by: an image spans fewer positions than it has tokens.
+        self._ahead = [0] * rows
+        self.extra = {}
         self._specs: dict[str, MixerSpec] = {
             name: module.cache_spec() for name, module in model.named_modules() if isinstance(module, Mixer)
         }
@@ -91,8 +97,8 @@ class CacheContext:
                 self._caches[mixer, cache.name] = torch.empty((rows, 0, *cache.shape), dtype=getattr(torch, cache.dtype), device=device)
         self._fresh = False
 
-    def begin(self, counts: Sequence[int]) -> None:
-        """`counts[b]` new tokens for sequence b (0: none) come in the next call of the model, at most `chunk`."""
+    def begin(self, counts: Sequence[int], extra: Mapping[str, Any] | None = None) -> None:
+        """`counts[b]` new tokens for sequence b (0: none) come in the next call of the model, at most `chunk`. `extra` is what they are shown with."""
         if len(counts) != len(self.lengths) or not counts or max(counts) > self.chunk or max(counts) < 1 or min(counts) < 0:
             raise PluginError(
                 f"CacheContext for {len(self.lengths)} sequences and chunks of {self.chunk} was told of {list(counts)} new tokens."
@@ -109,7 +115,24 @@ class CacheContext:
         self._fresh = not any(self.lengths)
         for slots in self._slots.values():
             slots.place(self.positions_BS, valid_BS, end)
+        self.extra = self._shown(extra or {}, valid_BS)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        if "positions_3BS" in self.extra and extra:
+            highest_B = self.extra["positions_3BS"].amax(0).masked_fill(~valid_BS, -1).amax(1).tolist()
+            ahead = zip(self._ahead, counts, self.lengths, highest_B, strict=True)
+            self._ahead = [max(old + length - count, highest + 1) - length for old, count, length, highest in ahead]
+
+    def _shown(self, extra: Mapping[str, Any], valid_BS: Tensor) -> Mapping[str, Any]:
+        """`extra` of the new tokens, with positions where they are others than the tokens' numbers."""
+        given = extra.get("positions_3BS")
+        if given is not None and (given.shape != (3, *valid_BS.shape) or given.dtype != torch.int64):
+            raise PluginError(
+                f"CacheContext was told of {list(valid_BS.shape)} new tokens, and their positions_3BS are {given.dtype} {list(given.shape)}; they must be int64 [3, {valid_BS.shape[0]}, {valid_BS.shape[1]}]."
+            )
+        if given is not None or not any(self._ahead):
+            return extra
+        ahead_B1 = torch.tensor(self._ahead, device=self.device)[:, None]
+        return {**extra, "positions_3BS": (self.positions_BS + ahead_B1).expand(3, -1, -1)}
 
     def select(self, rows: Sequence[int]) -> None:
         """From now on sequence i is what sequence `rows[i]` was."""
@@ -117,6 +140,7 @@ class CacheContext:
             return
         index = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
         self.lengths = [self.lengths[row] for row in rows]
+        self._ahead = [self._ahead[row] for row in rows]
         for slots in self._slots.values():
             slots.positions_BT = slots.positions_BT.index_select(0, index)
         self._caches = {key: cache.index_select(0, index) for key, cache in self._caches.items()}

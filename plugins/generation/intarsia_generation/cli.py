@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from intarsia.contracts import Message
+from intarsia.contracts import Media, Message
 from intarsia.errors import UsageError
 
 from intarsia_generation.settings import SamplingConfig
@@ -29,6 +29,24 @@ class GenerateCommand:
         add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated. Without any, standard input is one")
         add("--prompts-file", type=Path, metavar="FILE", help="a file with one prompt on each line")
         add("--chat", action="store_true", help="each prompt is a user's message, and the assistant answers")
+        add(
+            "--image",
+            dest="media",
+            action="append",
+            default=[],
+            type=_image,
+            metavar="FILE",
+            help="each prompt begins with this image; may be repeated",
+        )
+        add(
+            "--video",
+            dest="media",
+            action="append",
+            type=_video,
+            metavar="FILE",
+            help="the same for a video; the order is that of the command line",
+        )
+        add("--processor", metavar="NAME", help="what turns images and video into tokens; default: the run's own")
         add("--max-tokens", type=int, default=defaults.max_tokens, metavar="N", help="most tokens of a completion (default %(default)s)")
         add(
             "--temperature",
@@ -74,6 +92,7 @@ class GenerateCommand:
         if arguments.template is not None and not arguments.chat:
             raise UsageError("--template is for conversations: give --chat as well.")
         kernels = _kernels(arguments.kernels)
+        media = _media(arguments.media)
         prompts = _prompts(arguments)
         from intarsia_generation.source import load
 
@@ -81,16 +100,15 @@ class GenerateCommand:
             arguments.source,
             tokenizer=arguments.tokenizer,
             template=arguments.template,
+            processor=arguments.processor,
             device=arguments.device,
             dtype=arguments.dtype,
             kernels=kernels,
             batch=arguments.batch,
         )
-        inputs: list[Any] = list(prompts)
-        ends: tuple[int, ...] = ()
+        inputs: list[Any] = [(*media, prompt) if media else prompt for prompt in prompts]
         if arguments.chat:
-            for number, prompt in enumerate(prompts):
-                inputs[number], ends = generator.encode_chat([Message("user", prompt)])
+            inputs = [[Message("user", each)] for each in inputs]
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
         streaming = not arguments.json and not arguments.no_stream and len(inputs) * config.samples == 1
@@ -102,13 +120,13 @@ class GenerateCommand:
             waiting.clear()
 
         start = time.perf_counter()
-        completions = generator.generate(inputs, config, stream if streaming else None, ends)
+        completions = generator.generate(inputs, config, stream if streaming else None)
         seconds_s = time.perf_counter() - start
         if streaming:
             stream(0, "\n")
         completions = [dataclasses.replace(each, prompt=prompts[number // config.samples]) for number, each in enumerate(completions)]
         _show(arguments, generator, config, completions, streaming, seconds_s)
-        _record(generator, config, completions, seconds_s)
+        _record(generator, config, completions, seconds_s, [str(each.data) for each in media])
         return 0
 
 
@@ -118,6 +136,22 @@ command = GenerateCommand()
 def _kernels(texts: list[str]) -> dict[str, str] | None:
     pairs = [text.partition("=") for text in texts]
     return {op if equals else "*": kernel if equals else op for op, equals, kernel in pairs} or None
+
+
+def _image(path: str) -> Media:
+    return Media("image", path)
+
+
+def _video(path: str) -> Media:
+    return Media("video", path)
+
+
+def _media(media: list[Media]) -> list[Media]:
+    """The command line's media, which must be files."""
+    for each in media:
+        if not Path(str(each.data)).is_file():
+            raise UsageError(f"--{each.kind} {each.data}: there is no such file.")
+    return media
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
@@ -171,7 +205,7 @@ def _show(
     print(f"{count} tokens in {seconds_s:.2f} s, {count / max(seconds_s, 1e-9):.1f} tokens/s{step}; ended by {reasons}", file=sys.stderr)
 
 
-def _record(generator: Generator, config: SamplingConfig, completions: list[Completion], seconds_s: float) -> None:
+def _record(generator: Generator, config: SamplingConfig, completions: list[Completion], seconds_s: float, media: list[str]) -> None:
     """One event for each completion, in the run's own record."""
     if generator.run is None:
         return
@@ -192,4 +226,5 @@ def _record(generator: Generator, config: SamplingConfig, completions: list[Comp
             seconds_s=seconds_s,
             tokens_per_s=rate,
             settings=_settings(config),
+            **({"media": media} if media else {}),
         )

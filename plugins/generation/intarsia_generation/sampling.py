@@ -87,9 +87,9 @@ def choose(logits_BV: Tensor, config: SamplingConfig, generators: Sequence[torch
     return tokens_B, log_probabilities_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
 
 
-def generator_for(seed: int, prompt: Sequence[int], sample: int) -> torch.Generator:
-    """The stream of one completion: a function of the seed, the prompt's tokens and the sample's number."""
-    text = f"{seed}/{sample}/{','.join(map(str, prompt))}"
+def generator_for(seed: int, prompt: Sequence[int], sample: int, shown: str = "") -> torch.Generator:
+    """The stream of one completion: a function of the seed, the prompt's tokens, the sample's number and a digest of what the prompt shows."""
+    text = f"{seed}/{sample}/{','.join(map(str, prompt))}" + (f"/{shown}" if shown else "")
     generator = torch.Generator("cpu")
     generator.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1)
     return generator

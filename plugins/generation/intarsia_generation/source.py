@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ def load(
     *,
     tokenizer: str | TokenizerConfig | None = None,
     template: str | None = None,
+    processor: Any = None,
     device: str = "auto",
     dtype: str = "auto",
     kernels: Mapping[str, str] | None = None,
@@ -38,7 +39,8 @@ def load(
     """A Generator of the model at `path`: a run directory (its newest complete checkpoint), a checkpoint, or a folder that a checkpoint format knows.
 
     Arguments: `tokenizer` is a tokenizer.json, the folder it lies in, an entry's name (`byte`), or a config; None: the one that goes with the weights.
-    `template` is a chat template for it, as in data.tokenizer.template (needs intarsia-chat). `dtype` auto is float32 on a CPU and elsewhere what the run computed in, else bfloat16. `kernels` as in a recipe. `chunk` prompt tokens
+    `template` is a chat template for it, as in data.tokenizer.template (needs intarsia-chat). `processor` makes tokens and patches of images and video: an entry's name (`patches`), or a
+    config; None: the one of the run's loader, if it has one. `dtype` auto is float32 on a CPU and elsewhere what the run computed in, else bfloat16. `kernels` as in a recipe. `chunk` prompt tokens
     are read at once, and `batch` sequences generated together.
     Stability: provisional.
     """
@@ -68,7 +70,30 @@ def load(
         run=place if (place / "recipe.json").is_file() else None,
         chunk=chunk,
         batch=batch,
+        processor=_processor(processor, built, weights, chosen),
     )
+
+
+def _processor(choice: Any, tokenizer: Tokenizer, weights: WeightReader, plugins: Plugins) -> Callable[[], Any] | None:
+    """What builds the processor that was named, else that of the run's loader. UsageError for a name that there is not."""
+    config = choice
+    if choice is None:
+        config = getattr(weights.recipe.data.loader, "processor", None) if isinstance(weights, CheckpointWeights) else None
+    elif isinstance(choice, str):
+        if "processor" not in plugins.kinds():
+            raise UsageError(f"The processor {choice!r} was asked for: install intarsia-multimodal.")
+        made: Any = plugins.config_class(plugins.registry("processor").find(choice))
+        config = made()
+
+    def build() -> Any:
+        # Configs of processors come with the distribution, which a model of text does without.
+        from intarsia_multimodal.loader import check_model
+
+        processor = plugins.build(config, tokenizer)
+        check_model(processor, weights.model)
+        return processor
+
+    return None if config is None else build
 
 
 def fill(weights: WeightReader, plugins: Plugins, device: torch.device, dtype: torch.dtype) -> nn.Module:
