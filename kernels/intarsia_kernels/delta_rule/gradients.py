@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from intarsia_kernels.delta_rule.prepare import LOWEST, decays_between, limit_of, places, rows_of
-from intarsia_kernels.delta_rule.recurrence import carried, factor, square, state_block
+from intarsia_kernels.delta_rule.recurrence import factor, left_of, square, state_rows
 
 
 @triton.jit
@@ -28,33 +28,33 @@ def _put(pointer, place, inside, x, dx_KC, inverse, radial, K: tl.constexpr, NOR
 
 @triton.jit
 def _column(
-    k, solved, state, dstate, v, dy, dnew, reads_q, reads_k, writes_k, beta, dq_KC, dk_KC, dscores, dsolved, dbeta, given,
+    k, solved, state_VK, dstate_VK, v, dy, dnew_VC, reads_q, reads_k, writes_k, beta, dq_KC, dk_KC, dscores, dsolved, dbeta, given,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What some columns of values add to all gradients; and dv. Of `given`: what keys that read the state before give to sums of decays."""
     dtype = k.dtype
-    held = tl.dot(k, state, input_precision=PRECISION)
+    held = tl.dot(k, tl.trans(state_VK), input_precision=PRECISION)
     missing = v - reads_k[:, None] * held
     new = tl.dot(solved, (missing * beta[:, None]).to(dtype), input_precision=PRECISION)
-    dx = tl.dot(tl.trans(solved), dnew, input_precision=PRECISION)
+    dx = tl.dot(tl.trans(solved), tl.trans(dnew_VC), input_precision=PRECISION)
     dbeta += tl.sum(dx * missing, axis=1)
     narrow = tl.trans(new.to(dtype))
     dscores = tl.dot(dy, narrow, dscores, input_precision=PRECISION)
-    dsolved = tl.dot(dnew, narrow, dsolved, input_precision=PRECISION)
+    dsolved = tl.dot(tl.trans(dnew_VC), narrow, dsolved, input_precision=PRECISION)
     dv = dx * beta[:, None]
     read = (dv * reads_k[:, None]).to(dtype)
     given -= tl.sum(read.to(tl.float32) * held, axis=1)
     # Transposed, so that what comes from memory is the left factor: what is computed here stands in shared memory once, as the right one.
-    dq_KC = tl.dot(state, tl.trans((dy * reads_q[:, None]).to(dtype)), dq_KC, input_precision=PRECISION)
-    dk_KC = tl.dot(dstate, tl.trans((new * writes_k[:, None]).to(dtype)), dk_KC, input_precision=PRECISION)
-    dk_KC = tl.dot(state, tl.trans(-read), dk_KC, input_precision=PRECISION)
+    dq_KC = tl.dot(tl.trans(state_VK), tl.trans((dy * reads_q[:, None]).to(dtype)), dq_KC, input_precision=PRECISION)
+    dk_KC = tl.dot(tl.trans(dstate_VK), tl.trans((new * writes_k[:, None]).to(dtype)), dk_KC, input_precision=PRECISION)
+    dk_KC = tl.dot(tl.trans(state_VK), tl.trans(-read), dk_KC, input_precision=PRECISION)
     return dv.to(dtype), dq_KC, dk_KC, dscores, dsolved, dbeta, given
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def gradients_kernel(
     dy_pointer, dnew_pointer, q_pointer, k_pointer, v_pointer, decay_pointer, solved_pointer, factors_pointer, ordinals_pointer,
-    borders_pointer, counts_pointer, states_pointer, dstates_pointer, dq_pointer, dk_pointer, dv_pointer, ddecay_pointer, dbeta_pointer,
+    counts_pointer, states_pointer, dstates_pointer, dq_pointer, dk_pointer, dv_pointer, ddecay_pointer, dbeta_pointer,
     tokens, chunks, heads, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISE: tl.constexpr, DOCUMENTS: tl.constexpr,
     COUNTS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -74,13 +74,13 @@ def gradients_kernel(
     dscores, dsolved = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
     dbeta, given, dleft = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32), tl.zeros([K], dtype=tl.float32)
     for column in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-        state = tl.load(state_block(states_pointer, at, column, K, V, BLOCK_V))
-        dstate = tl.load(state_block(dstates_pointer, at, column, K, V, BLOCK_V))
+        state_VK = tl.load(state_rows(states_pointer, at, column, K, V, BLOCK_V))
+        dstate_VK = tl.load(state_rows(dstates_pointer, at, column, K, V, BLOCK_V))
         v, dy = rows_of(v_pointer, place, real, V, BLOCK_V, column), rows_of(dy_pointer, place, real, V, BLOCK_V, column)
-        dnew = rows_of(dnew_pointer, place, real, V, BLOCK_V, column)
-        dleft += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1)
+        dnew_VC = tl.load(dnew_pointer + (at * V + column + tl.arange(0, BLOCK_V)[:, None]) * C + tl.arange(0, C)[None, :])
+        dleft += tl.sum(state_VK.to(tl.float32) * dstate_VK.to(tl.float32), axis=0)
         dv, dq_KC, dk_KC, dscores, dsolved, dbeta, given = _column(
-            k, solved, state, dstate, v, dy, dnew, reads_q, reads_k, writes_k, beta, dq_KC, dk_KC, dscores, dsolved, dbeta, given, PRECISION
+            k, solved, state_VK, dstate_VK, v, dy, dnew_VC, reads_q, reads_k, writes_k, beta, dq_KC, dk_KC, dscores, dsolved, dbeta, given, PRECISION
         )  # fmt: skip
         tl.store(dv_pointer + place[:, None] * V + (column + tl.arange(0, BLOCK_V))[None, :], dv, mask=inside[:, None])
 
@@ -90,7 +90,7 @@ def gradients_kernel(
     radial_k = tl.sum(tl.trans(k).to(tl.float32) * dk_KC, axis=0)
     radial_q = tl.sum(tl.trans(q).to(tl.float32) * dq_KC, axis=0)
     taken = radial_k - given
-    dtotal = tl.sum(taken, axis=0) + carried(factors_pointer, borders_pointer, chunk, at, C, DOCUMENTS) * tl.sum(dleft, axis=0)
+    dtotal = tl.sum(taken, axis=0) + left_of(factors_pointer, at, C) * tl.sum(dleft, axis=0)
     dsums = radial_q + given - taken + tl.where(tl.arange(0, C) == C - 1, dtotal, 0.0)
 
     q_inverse, k_inverse = factor(factors_pointer, at, 4, C), factor(factors_pointer, at, 5, C)

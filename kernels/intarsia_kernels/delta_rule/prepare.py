@@ -16,9 +16,9 @@ import triton.language as tl
 
 LOWEST: tl.constexpr = tl.constexpr(-110.0)
 """A decay below it leaves nothing in float32, and a sum with such a number in it would lose the others."""
-FACTORS: tl.constexpr = tl.constexpr(7)
+FACTORS: tl.constexpr = tl.constexpr(9)
 """Rows of C factors that are kept of each chunk and head: the decays summed from its start; what multiplies queries that read the state before it (`scale` too), keys that read it, keys that
-write the state behind it; 1 / |q|; 1 / |k|; beta."""
+write the state behind it; 1 / |q|; 1 / |k|; beta; beta times what multiplies keys that read; what is left at the chunk's end of the state before it."""
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def prepare_kernel(
     sums = tl.cumsum(decay, axis=0)
     total = tl.sum(decay, axis=0)
     same = tl.full([C, C], 1, dtype=tl.int1)
-    entering, leaving = tl.exp(sums), tl.exp(total - sums)
+    entering, leaving, left = tl.exp(sums), tl.exp(total - sums), tl.exp(total)
     if DOCUMENTS:
         flat = row.to(tl.int64) * tokens + token
         inside = real & (token > 0)
@@ -139,6 +139,7 @@ def prepare_kernel(
         last = tl.max(ordinal, axis=0)
         same = ordinal[:, None] == ordinal[None, :]
         entering, leaving = tl.where(ordinal == 0, entering, 0.0), tl.where(ordinal == last, leaving, 0.0)
+        left = tl.where(last == 0, left, 0.0)
         if head == 0:
             tl.store(ordinals_pointer + chunk.to(tl.int64) * C + tl.arange(0, C), ordinal)
             tl.store(borders_pointer + 2 * chunk, tl.sum((ordinal == 0).to(tl.int32), axis=0))
@@ -166,6 +167,8 @@ def prepare_kernel(
     tl.store(factors + 4 * C, q_inverse)
     tl.store(factors + 5 * C, k_inverse)
     tl.store(factors + 6 * C, beta)
+    tl.store(factors + 7 * C, beta * entering * k_inverse)
+    tl.store(factors + 8 * C, left + tl.zeros([C], dtype=tl.float32))
 
     power = decays_between(decay, sums, same, C, EXACT) * k_inverse[None, :]
     _put(scores_pointer + at * C * C, qk * power * (q_inverse * scale)[:, None], 0, 0, C, C)

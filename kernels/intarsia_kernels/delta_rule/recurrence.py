@@ -4,6 +4,8 @@
     dn = P^T dy + k dS;   dx = T^T dn;   dS <- e^(sum of decays) dS + q^T dy - k^T (beta dx)
 
 The values that a token writes (n) come from T, S and the inputs themselves: neither T (beta v) nor T (beta k) exists in memory, nor are they rounded. Outputs are made where the state already is.
+All is transposed, values by tokens and values by keys: what is computed here is always the left factor, which tensor cores take from registers, and what comes from memory the right one.
+A warp has its own values, and none waits for another.
 """
 
 from __future__ import annotations
@@ -28,28 +30,31 @@ def factor(pointer, at, which: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def carried(factors_pointer, borders_pointer, chunk, at, C: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """What is left at a chunk's end of the state before it: nothing if a document begins in it."""
-    left = tl.exp(tl.load(factors_pointer + at * FACTORS * C + C - 1))
-    if DOCUMENTS:
-        left = tl.where(tl.load(borders_pointer + 2 * chunk) == C, left, 0.0)
-    return left
+def left_of(pointer, at, C: tl.constexpr):
+    """What is left at a chunk's end of the state before it."""
+    return tl.load(pointer + (at * FACTORS + 8) * C)
 
 
 @triton.jit
-def state_block(pointer, at, column, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Where a block of the `at`-th state's columns stands."""
-    return pointer + at * K * V + tl.arange(0, K)[:, None] * V + (column + tl.arange(0, BLOCK_V))[None, :]
+def state_rows(pointer, at, column, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Where some rows of the `at`-th of states [.., V, K] stand."""
+    return pointer + at * K * V + (column + tl.arange(0, BLOCK_V))[:, None] * K + tl.arange(0, K)[None, :]
+
+
+@triton.jit
+def state_columns(pointer, at, column, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Where the same of states [.., K, V] stands: transposed."""
+    return pointer + at * K * V + tl.arange(0, K)[None, :] * V + (column + tl.arange(0, BLOCK_V))[:, None]
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "chunks"])
 def forward_kernel(
-    q_pointer, k_pointer, v_pointer, solved_pointer, scores_pointer, factors_pointer, borders_pointer, runs_pointer, count_pointer,
+    q_pointer, k_pointer, v_pointer, solved_pointer, scores_pointer, factors_pointer, runs_pointer, count_pointer,
     counts_pointer, state_pointer, y_pointer, states_pointer, final_pointer, rows, tokens, chunks, heads,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, COUNTS: tl.constexpr,
     STATE: tl.constexpr, OUTPUT: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and final states [B, H, K, V] where OUTPUT, the state before each chunk [N, H, K, V] in the inputs' dtype where KEEP. Any number of programs."""
+    """Outputs and final states [B, H, K, V] where OUTPUT, the state before each chunk [N, H, V, K] in the inputs' dtype where KEEP. Any number of programs."""
     BLOCKS: tl.constexpr = V // BLOCK_V
     count = rows
     if DOCUMENTS:
@@ -64,10 +69,12 @@ def forward_kernel(
             row = start // chunks
             limit = limit_of(counts_pointer, row, tokens, COUNTS)
             first = row * chunks
-            state = tl.zeros([K, BLOCK_V], dtype=tl.float32)
+            state_VK = tl.zeros([BLOCK_V, K], dtype=tl.float32)
             if STATE:
                 enters = (start == first) & (late == 0)
-                state = tl.load(state_block(state_pointer, row.to(tl.int64) * heads + head, column, K, V, BLOCK_V), mask=enters, other=0.0)
+                state_VK = tl.load(
+                    state_columns(state_pointer, row.to(tl.int64) * heads + head, column, K, V, BLOCK_V), mask=enters, other=0.0
+                )
             wide_start = start.to(tl.int64)
             for step in tl.range(0, stop - start, num_stages=STAGES):
                 chunk = start + step
@@ -77,24 +84,26 @@ def forward_kernel(
                 k = rows_of(k_pointer, place, token < limit, K, K, 0)
                 v = rows_of(v_pointer, place, token < limit, V, BLOCK_V, column)
                 solved = square(solved_pointer, at, C)
-                before = state.to(dtype)
-                missing = v - factor(factors_pointer, at, 2, C)[:, None] * tl.dot(k, before, input_precision=PRECISION)
-                new = tl.dot(solved, (missing * factor(factors_pointer, at, 6, C)[:, None]).to(dtype), input_precision=PRECISION)
+                before_VK = state_VK.to(dtype)
+                held_VC = tl.dot(before_VK, tl.trans(k), input_precision=PRECISION) * factor(factors_pointer, at, 2, C)[None, :]
+                x_VC = ((tl.trans(v) - held_VC) * factor(factors_pointer, at, 6, C)[None, :]).to(dtype)
+                new_VC = tl.dot(x_VC, tl.trans(solved), input_precision=PRECISION)
                 owned = (late == 0) | (step > 0)
                 if KEEP:
-                    tl.store(state_block(states_pointer, at, column, K, V, BLOCK_V), before, mask=owned)
+                    tl.store(state_rows(states_pointer, at, column, K, V, BLOCK_V), before_VK, mask=owned)
                 if OUTPUT:
                     q = rows_of(q_pointer, place, token < limit, K, K, 0)
-                    y = tl.dot(q, before, input_precision=PRECISION) * factor(factors_pointer, at, 1, C)[:, None]
-                    y = tl.dot(square(scores_pointer, at, C), new.to(dtype), y, input_precision=PRECISION)
+                    y_VC = tl.dot(before_VK, tl.trans(q), input_precision=PRECISION) * factor(factors_pointer, at, 1, C)[None, :]
+                    scores = square(scores_pointer, at, C)
+                    y_VC = tl.dot(new_VC.to(dtype), tl.trans(scores), y_VC, input_precision=PRECISION).to(dtype)
                     to = y_pointer + place[:, None] * V + (column + tl.arange(0, BLOCK_V))[None, :]
-                    tl.store(to, y.to(dtype), mask=((token < tokens) & owned)[:, None])
-                written = (new * factor(factors_pointer, at, 3, C)[:, None]).to(dtype)
-                state = state * carried(factors_pointer, borders_pointer, chunk, at, C, DOCUMENTS)
-                state = tl.dot(tl.trans(k), written, state, input_precision=PRECISION)
+                    tl.store(to, tl.trans(y_VC), mask=((token < tokens) & owned)[:, None])
+                written_VC = (new_VC * factor(factors_pointer, at, 3, C)[None, :]).to(dtype)
+                state_VK = state_VK * left_of(factors_pointer, at, C)
+                state_VK = tl.dot(written_VC, k, state_VK, input_precision=PRECISION)
             if OUTPUT:
                 ends = (stop == first + chunks) & (followed == 0)
-                tl.store(state_block(final_pointer, row.to(tl.int64) * heads + head, column, K, V, BLOCK_V), state, mask=ends)
+                tl.store(state_columns(final_pointer, row.to(tl.int64) * heads + head, column, K, V, BLOCK_V), state_VK, mask=ends)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "chunks"])
@@ -104,7 +113,7 @@ def backward_kernel(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, COUNTS: tl.constexpr,
     STATE: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of what is written (n, [B, S, H, V]) and of the state behind each chunk ([N, H, K, V]) in the inputs' dtype, and of the state that enters each row where STATE. In a
+    """Gradients of what is written (n, [N, H, V, C]) and of the state behind each chunk ([N, H, V, K]) in the inputs' dtype, and of the state that enters each row where STATE. In a
     chunk in which a run ends and another begins, each gives what belongs to its own documents."""
     BLOCKS: tl.constexpr = V // BLOCK_V
     count = rows
@@ -120,10 +129,14 @@ def backward_kernel(
             row = start // chunks
             limit = limit_of(counts_pointer, row, tokens, COUNTS)
             first = row * chunks
-            dstate = tl.zeros([K, BLOCK_V], dtype=tl.float32)
+            dstate_VK = tl.zeros([BLOCK_V, K], dtype=tl.float32)
             if FINAL:
                 ends = (stop == first + chunks) & (followed == 0)
-                dstate = tl.load(state_block(dfinal_pointer, row.to(tl.int64) * heads + head, column, K, V, BLOCK_V), mask=ends, other=0.0)
+                dfinal = state_columns(dfinal_pointer, row.to(tl.int64) * heads + head, column, K, V, BLOCK_V)
+                dstate_VK = tl.load(dfinal, mask=ends, other=0.0)
+            begin, end = 0, C
+            if DOCUMENTS:
+                begin, end = tl.load(borders_pointer + 2 * start + 1), tl.load(borders_pointer + 2 * stop - 1)
             wide_last = stop.to(tl.int64) - 1
             for back in tl.range(0, stop - start, num_stages=STAGES):
                 chunk = stop - 1 - back
@@ -131,24 +144,25 @@ def backward_kernel(
                 token = (chunk - first) * C + tl.arange(0, C)
                 place = places(row, (chunk - first) * C, head, tokens, heads, C)
                 k, q = rows_of(k_pointer, place, token < limit, K, K, 0), rows_of(q_pointer, place, token < limit, K, K, 0)
-                dy = rows_of(dy_pointer, place, token < limit, V, BLOCK_V, column)
+                dy_VC = tl.trans(rows_of(dy_pointer, place, token < limit, V, BLOCK_V, column))
                 scores, solved = square(scores_pointer, at, C), square(solved_pointer, at, C)
-                behind = dstate.to(dtype)
+                behind_VK = dstate_VK.to(dtype)
                 goes_on = (followed == 0) | (back > 0)
-                tl.store(state_block(dstates_pointer, at, column, K, V, BLOCK_V), behind, mask=goes_on)
-                dnew = tl.dot(k, behind, input_precision=PRECISION) * factor(factors_pointer, at, 3, C)[:, None]
-                dnew = tl.dot(tl.trans(scores), dy, dnew, input_precision=PRECISION).to(dtype)
-                own = token < tokens
+                tl.store(state_rows(dstates_pointer, at, column, K, V, BLOCK_V), behind_VK, mask=goes_on)
+                dnew_VC = tl.dot(behind_VK, tl.trans(k), input_precision=PRECISION) * factor(factors_pointer, at, 3, C)[None, :]
+                dnew_VC = tl.dot(dy_VC, scores, dnew_VC, input_precision=PRECISION).to(dtype)
+                to = dnew_pointer + (at * V + column + tl.arange(0, BLOCK_V)[:, None]) * C + tl.arange(0, C)[None, :]
                 if DOCUMENTS:
-                    later = tl.arange(0, C) >= tl.load(borders_pointer + 2 * chunk + 1)
-                    own = own & (goes_on | ~later) & ((late == 0) | (chunk > start) | later)
-                tl.store(dnew_pointer + place[:, None] * V + (column + tl.arange(0, BLOCK_V))[None, :], dnew, mask=own[:, None])
-                dx = tl.dot(tl.trans(solved), dnew, input_precision=PRECISION)
-                read = (dx * (factor(factors_pointer, at, 6, C) * factor(factors_pointer, at, 2, C))[:, None]).to(dtype)
-                dread = (dy * factor(factors_pointer, at, 1, C)[:, None]).to(dtype)
-                dstate = dstate * carried(factors_pointer, borders_pointer, chunk, at, C, DOCUMENTS)
-                dstate = tl.dot(tl.trans(q), dread, dstate, input_precision=PRECISION)
-                dstate -= tl.dot(tl.trans(k), read, input_precision=PRECISION)
+                    own = (goes_on | (tl.arange(0, C) < end)) & ((late == 0) | (chunk > start) | (tl.arange(0, C) >= begin))
+                    tl.store(to, dnew_VC, mask=own[None, :])
+                else:
+                    tl.store(to, dnew_VC)
+                dx_VC = tl.dot(dnew_VC, solved, input_precision=PRECISION)
+                read_VC = (dx_VC * factor(factors_pointer, at, 7, C)[None, :]).to(dtype)
+                dread_VC = (dy_VC * factor(factors_pointer, at, 1, C)[None, :]).to(dtype)
+                dstate_VK = dstate_VK * left_of(factors_pointer, at, C)
+                dstate_VK = tl.dot(dread_VC, q, dstate_VK, input_precision=PRECISION)
+                dstate_VK = tl.dot(-read_VC, k, dstate_VK, input_precision=PRECISION)
             if STATE:
                 enters = (start == first) & (late == 0)
-                tl.store(state_block(dstate_pointer, row.to(tl.int64) * heads + head, column, K, V, BLOCK_V), dstate, mask=enters)
+                tl.store(state_columns(dstate_pointer, row.to(tl.int64) * heads + head, column, K, V, BLOCK_V), dstate_VK, mask=enters)

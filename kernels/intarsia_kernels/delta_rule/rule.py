@@ -101,28 +101,26 @@ def delta_rule_forward(
     solved_NHCC: Tensor,
     scores_NHCC: Tensor,
     factors_NHFC: Tensor,
-    borders_N2: Tensor,
     runs: Tensor,
     count: Tensor,
     output: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y [B, S, H, V] and final states [B, H, K, V] (float32) where `output`, and the states before each chunk [N, H, K, V] where `keep`; empty else."""
+    """y [B, S, H, V] and final states [B, H, K, V] (float32) where `output`, and the states before each chunk [N, H, V, K] where `keep`; empty else."""
     sizes = _Sizes.of(k_BSHK, v_BSHV)
-    known = borders_N2.numel() > 0
-    state_shape = (sizes.heads, sizes.keys, sizes.values)
+    known = runs.numel() > 0
     y_BSHV = v_BSHV.new_empty(v_BSHV.shape if output else (0,))
-    final_BHKV = v_BSHV.new_empty((sizes.rows, *state_shape) if output else (0,), dtype=torch.float32)
-    states_NHKV = v_BSHV.new_empty((sizes.total, *state_shape) if keep else (0,))
+    final_BHKV = v_BSHV.new_empty((sizes.rows, sizes.heads, sizes.keys, sizes.values) if output else (0,), dtype=torch.float32)
+    states_NHVK = v_BSHV.new_empty((sizes.total, sizes.heads, sizes.values, sizes.keys) if keep else (0,))
     cut = settings(k_BSHK.dtype, sizes.keys).forward
     block = min(cut.block, sizes.values)
     wrap_triton(forward_kernel)[(sizes.programs(cut, k_BSHK.device, known),)](
-        q_BSHK, k_BSHK, v_BSHV, solved_NHCC, scores_NHCC, factors_NHFC, borders_N2, runs, count, counts_B, state_BHKV, y_BSHV, states_NHKV,
+        q_BSHK, k_BSHK, v_BSHV, solved_NHCC, scores_NHCC, factors_NHFC, runs, count, counts_B, state_BHKV, y_BSHV, states_NHVK,
         final_BHKV, sizes.rows, sizes.tokens, sizes.chunks, sizes.heads,
         K=sizes.keys, V=sizes.values, C=sizes.size, BLOCK_V=block, DOCUMENTS=known, COUNTS=counts_B is not None,
         STATE=state_BHKV is not None, OUTPUT=output, KEEP=keep, STAGES=cut.stages, PRECISION=PRECISION, num_warps=cut.warps,
     )  # fmt: skip
-    return y_BSHV, final_BHKV, states_NHKV
+    return y_BSHV, final_BHKV, states_NHVK
 
 
 @direct_op("intarsia::delta_rule_backward")
@@ -140,27 +138,27 @@ def delta_rule_backward(
     count: Tensor,
     state: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of n [B, S, H, V], of the states behind each chunk [N, H, K, V], and of the state that enters [B, H, K, V] (float32, where `state`)."""
+    """Gradients of n [N, H, V, C], of the states behind each chunk [N, H, V, K], and of the state that enters [B, H, K, V] (float32, where `state`)."""
     sizes = _Sizes.of(k_BSHK, dy_BSHV)
-    known = borders_N2.numel() > 0
-    state_shape = (sizes.heads, sizes.keys, sizes.values)
-    dnew_BSHV, dstates_NHKV = torch.empty_like(dy_BSHV), dy_BSHV.new_empty(sizes.total, *state_shape)
-    dstate_BHKV = dy_BSHV.new_empty((sizes.rows, *state_shape) if state else (0,), dtype=torch.float32)
+    known = runs.numel() > 0
+    dnew_NHVC = dy_BSHV.new_empty(sizes.total, sizes.heads, sizes.values, sizes.size)
+    dstates_NHVK = dy_BSHV.new_empty(sizes.total, sizes.heads, sizes.values, sizes.keys)
+    dstate_BHKV = dy_BSHV.new_empty((sizes.rows, sizes.heads, sizes.keys, sizes.values) if state else (0,), dtype=torch.float32)
     cut = settings(k_BSHK.dtype, sizes.keys).backward
     block = min(cut.block, sizes.values)
     wrap_triton(backward_kernel)[(sizes.programs(cut, k_BSHK.device, known),)](
-        dy_BSHV, dfinal_BHKV, q_BSHK, k_BSHK, solved_NHCC, scores_NHCC, factors_NHFC, borders_N2, runs, count, counts_B, dnew_BSHV,
-        dstates_NHKV, dstate_BHKV, sizes.rows, sizes.tokens, sizes.chunks, sizes.heads,
+        dy_BSHV, dfinal_BHKV, q_BSHK, k_BSHK, solved_NHCC, scores_NHCC, factors_NHFC, borders_N2, runs, count, counts_B, dnew_NHVC,
+        dstates_NHVK, dstate_BHKV, sizes.rows, sizes.tokens, sizes.chunks, sizes.heads,
         K=sizes.keys, V=sizes.values, C=sizes.size, BLOCK_V=block, DOCUMENTS=known, COUNTS=counts_B is not None, STATE=state,
         FINAL=dfinal_BHKV is not None, STAGES=cut.stages, PRECISION=PRECISION, num_warps=cut.warps,
     )  # fmt: skip
-    return dnew_BSHV, dstates_NHKV, dstate_BHKV
+    return dnew_NHVC, dstates_NHVK, dstate_BHKV
 
 
 @direct_op("intarsia::delta_rule_gradients")
 def delta_rule_gradients(
     dy_BSHV: Tensor,
-    dnew_BSHV: Tensor,
+    dnew_NHVC: Tensor,
     q_BSHK: Tensor,
     k_BSHK: Tensor,
     v_BSHV: Tensor,
@@ -169,9 +167,8 @@ def delta_rule_gradients(
     solved_NHCC: Tensor,
     factors_NHFC: Tensor,
     ordinals_NC: Tensor,
-    borders_N2: Tensor,
-    states_NHKV: Tensor,
-    dstates_NHKV: Tensor,
+    states_NHVK: Tensor,
+    dstates_NHVK: Tensor,
     scale: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -182,10 +179,10 @@ def delta_rule_gradients(
     dbeta_BSH = torch.empty_like(ddecay_BSH)
     cut = settings(k_BSHK.dtype, sizes.keys).gradients
     wrap_triton(gradients_kernel)[(sizes.total, sizes.heads)](
-        dy_BSHV, dnew_BSHV, q_BSHK, k_BSHK, v_BSHV, decay_BSH, solved_NHCC, factors_NHFC, ordinals_NC, borders_N2, counts_B, states_NHKV,
-        dstates_NHKV, dq_BSHK, dk_BSHK, dv_BSHV, ddecay_BSH, dbeta_BSH, sizes.tokens, sizes.chunks, sizes.heads, scale,
+        dy_BSHV, dnew_NHVC, q_BSHK, k_BSHK, v_BSHV, decay_BSH, solved_NHCC, factors_NHFC, ordinals_NC, counts_B, states_NHVK,
+        dstates_NHVK, dq_BSHK, dk_BSHK, dv_BSHV, ddecay_BSH, dbeta_BSH, sizes.tokens, sizes.chunks, sizes.heads, scale,
         K=sizes.keys, V=sizes.values, C=sizes.size, BLOCK_V=min(cut.block, sizes.values), NORMALISE=normalise,
-        DOCUMENTS=borders_N2.numel() > 0, COUNTS=counts_B is not None, EXACT=k_BSHK.dtype == torch.float32, STAGES=cut.stages,
+        DOCUMENTS=ordinals_NC.numel() > 0, COUNTS=counts_B is not None, EXACT=k_BSHK.dtype == torch.float32, STAGES=cut.stages,
         PRECISION=PRECISION, num_warps=cut.warps,
     )  # fmt: skip
     return dq_BSHK, dk_BSHK, dv_BSHV, ddecay_BSH, dbeta_BSH
@@ -212,24 +209,28 @@ class _GatedDeltaRule(torch.autograd.Function):
         state = None if state is None else state.float()
         found = delta_rule_prepare(q_BSHK, k_BSHK, decay_BSH, beta_BSH, documents_BS, counts_B, scale, normalise)
         solved, scores, factors, ordinals, borders, runs, count = found
-        kept = (solved, scores, factors, borders, runs, count)
+        kept = (solved, scores, factors, runs, count)
         y_BSHV, final_BHKV, states = delta_rule_forward(q_BSHK, k_BSHK, v_BSHV, state, counts_B, *kept, True, keep)
-        ctx.save_for_backward(q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH, state, counts_B, ordinals, states if keep else None, *kept)
+        ctx.save_for_backward(
+            q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH, state, counts_B, ordinals, borders, states if keep else None, *kept
+        )
         ctx.scale, ctx.normalise, ctx.state_dtype = scale, normalise, None if state_BHKV is None else state_BHKV.dtype
         return y_BSHV, final_BHKV
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH, state, counts_B, ordinals, states, *kept = ctx.saved_tensors
-        solved, _, factors, borders, _, _ = kept
+        q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH, state, counts_B, ordinals, borders, states, *kept = ctx.saved_tensors
+        solved, scores, factors, runs, count = kept
         if states is None:
             _, _, states = delta_rule_forward(q_BSHK, k_BSHK, v_BSHV, state, counts_B, *kept, False, True)
         dy_BSHV = torch.zeros_like(v_BSHV) if grads[0] is None else grads[0].to(v_BSHV.dtype).contiguous()
         dfinal_BHKV = None if grads[1] is None else grads[1].float().contiguous()
         needs_state = ctx.needs_input_grad[5]
-        dnew, dstates, dstate_BHKV = delta_rule_backward(dy_BSHV, dfinal_BHKV, q_BSHK, k_BSHK, counts_B, *kept, needs_state)
+        dnew, dstates, dstate_BHKV = delta_rule_backward(
+            dy_BSHV, dfinal_BHKV, q_BSHK, k_BSHK, counts_B, solved, scores, factors, borders, runs, count, needs_state
+        )  # fmt: skip
         dq, dk, dv, ddecay, dbeta = delta_rule_gradients(
-            dy_BSHV, dnew, q_BSHK, k_BSHK, v_BSHV, decay_BSH, counts_B, solved, factors, ordinals, borders, states, dstates, ctx.scale, ctx.normalise
+            dy_BSHV, dnew, q_BSHK, k_BSHK, v_BSHV, decay_BSH, counts_B, solved, factors, ordinals, states, dstates, ctx.scale, ctx.normalise
         )  # fmt: skip
         dstate = dstate_BHKV.to(ctx.state_dtype) if needs_state else None
         return dq, dk, dv, ddecay.to(decay_BSH.dtype), dbeta.to(beta_BSH.dtype), dstate, *(None,) * 5

@@ -35,16 +35,12 @@ class Settings:
 
 
 NARROW = {
-    64: Settings(64, Cut(64, 4, 1), Cut(64, 4, 2), Cut(64, 4, 2), Cut(64, 4, 1)),
-    128: Settings(64, Cut(128, 4, 1), Cut(128, 8, 2), Cut(128, 8, 2), Cut(64, 8, 1)),
+    64: Settings(64, Cut(64, 4, 1), Cut(64, 4, 2, 2), Cut(64, 4, 2, 2), Cut(32, 8, 2)),
+    128: Settings(64, Cut(128, 4, 1), Cut(64, 4, 2, 2), Cut(64, 4, 2, 2), Cut(32, 8, 2)),
     256: Settings(64, Cut(128, 4, 1), Cut(64, 8, 1), Cut(64, 8, 1), Cut(32, 8, 1)),
 }
 """For 16-bit inputs, by the width of keys."""
-WIDE = {
-    64: Settings(32, Cut(64, 4, 1), Cut(64, 4, 1), Cut(64, 4, 1), Cut(32, 4, 1)),
-    128: Settings(32, Cut(64, 4, 1), Cut(32, 4, 1), Cut(32, 4, 1), Cut(32, 4, 1)),
-    256: Settings(32, Cut(64, 4, 1), Cut(32, 8, 1), Cut(32, 8, 1), Cut(16, 8, 1)),
-}
+WIDE = {width: Settings(32, Cut(64, 4, 1), Cut(16, 4, 1, 2), Cut(16, 4, 1, 2), Cut(16, 8, 1)) for width in WIDTHS}
 """For float32."""
 _measured: dict[int, Settings] = {}
 """What a benchmark puts in the place of the above, by width."""
