@@ -102,7 +102,7 @@ def _sums(x_BEC: Tensor, weight_CK: Tensor, segment_BE: Tensor | None) -> Tensor
     weight_KC = weight_CK.t().to(wide(x_BEC.dtype))
     sums_BSC = x_BEC[:, taps - 1 :] * weight_KC[-1]
     for tap in range(taps - 1):
-        sums_BSC = sums_BSC + _seen(x_BEC[:, tap : tap + tokens].to(weight_KC.dtype), segment_BE, tap, taps) * weight_KC[tap]
+        sums_BSC += _seen(x_BEC[:, tap : tap + tokens].to(weight_KC.dtype), segment_BE, tap, taps) * weight_KC[tap]
     return sums_BSC
 
 
