@@ -6,7 +6,7 @@ Shape suffixes: N rows, D model width, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,13 +41,13 @@ def rows_of(chunks: Iterable[Chunk]) -> list[Row]:
     return rows
 
 
-def decide(model: Any, hidden_ND: Tensor, rows: list[Row]) -> tuple[list[int], list[float]]:
-    """Each row's token, known or chosen, and its log-probability under the model itself (temperature 1, nothing left out, float32)."""
+def decide(logits: Callable[[Tensor], Tensor], hidden_ND: Tensor, rows: list[Row]) -> tuple[list[int], list[float]]:
+    """Each row's token, known or chosen, and its log-probability under the model itself (temperature 1, nothing left out, float32). `logits` makes [n, V] of [n, D], at most `ROWS` at once."""
     tokens: list[int] = []
     log_probs: list[float] = []
     for first in range(0, len(rows), ROWS):
         some = rows[first : first + ROWS]
-        logits_NV = model.project(hidden_ND[first : first + ROWS][:, None])[:, 0]
+        logits_NV = logits(hidden_ND[first : first + ROWS])
         log_probs_NV = logits_NV.float().log_softmax(-1)
         tokens_N = _tokens(logits_NV, log_probs_NV, some)
         both_2N = torch.stack((tokens_N.double(), log_probs_NV.gather(-1, tokens_N[:, None])[:, 0].double())).tolist()

@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import chz
-from intarsia.errors import UsageError
+from intarsia.errors import UsageError, did_you_mean
 from intarsia_rl.bases import GeneratorConfig
+
+EXPERTS = ("whole", "cut")
 
 
 @chz.chz(typecheck=True)
 class LocalConfig(GeneratorConfig):
-    """The embedded generator: one process, one device, paged caches."""
+    """The embedded generator: paged caches, on one device, or cut over several."""
 
+    tensor: int = chz.field(
+        default=1,
+        doc="Over how many processes, each with a device of its own, the model is cut, as its family's sharding table says under tp.",
+    )
+    experts: str = chz.field(
+        default="whole",
+        doc="With tensor above 1, of a mixture of experts: whole (every rank has all experts, for its part of the tokens) or cut (every rank has its share of them, and tokens go where theirs "
+        "are).",
+    )
     block: int = chz.field(default=16, doc="Tokens in a block of the caches.")
     blocks: int | None = chz.field(default=None, doc="How many blocks there are; none: what cache_bytes holds.")
     cache_bytes: int | None = chz.field(
@@ -37,7 +48,9 @@ class LocalConfig(GeneratorConfig):
 
     @chz.validate
     def _numbers_fit(self) -> None:
-        for name, least in (("block", 1), ("blocks", 2), ("cache_bytes", 1), ("max_sequences", 1), ("max_tokens", 2)):
+        if self.experts not in EXPERTS:
+            raise UsageError(f"generator.experts is {self.experts!r}. {did_you_mean(self.experts, EXPERTS)}")
+        for name, least in (("tensor", 1), ("block", 1), ("blocks", 2), ("cache_bytes", 1), ("max_sequences", 1), ("max_tokens", 2)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"generator.{name} is {value}; it must be at least {least}.")

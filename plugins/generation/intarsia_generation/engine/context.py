@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,23 @@ from intarsia.errors import PluginError, UsageError, did_you_mean
 from torch import Tensor, nn
 
 from intarsia_generation.cache import SERVED, SERVES, state_spec
-from intarsia_generation.engine.scheduler import Chunk
+
+
+class Piece(Protocol):
+    """What this side sees of a `Chunk`: tokens `start` to `end` of the request in place `row`, whose `blocks` are one list from when it begins until it gives them up."""
+
+    @property
+    def row(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def decode(self) -> bool: ...
+    @property
+    def blocks(self) -> list[int]: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
 
 
 def specs_of(model: nn.Module) -> dict[str, MixerSpec]:
@@ -75,8 +91,8 @@ class Group:
 class PagedContext:
     """A SequenceContext over caches in blocks. Stability: provisional.
 
-    `begin(chunks)` announces new tokens and gives them in the arrangement in which the model is called on them, once: continued requests as rows of one token, prompts one behind the other in one
-    row. Nothing is padded. New entries are written before any is read, so that a sequence may read blocks that another one fills in the same call. Entries are handed to
+    `begin(chunks)` announces new tokens and gives them in the arrangement in which the model is called on them, once: continued requests as rows of one token (with `line` one behind the other,
+    too), prompts one behind the other in one row. Nothing is padded. New entries are written before any is read, so that a sequence may read blocks that another one fills in the same call. Entries are handed to
     `ops.attention` in the order of their positions (entry t has position t), with what lies behind a sequence's end, which causality hides.
 
     Arguments: `count` blocks of `size` tokens (and block 0, which belongs to nobody), tables for `sequences` of at most `longest` tokens. `narrow`: of a cache with a window only blocks are read that
@@ -98,8 +114,9 @@ class PagedContext:
         sequences: int,
         longest: int,
         narrow: bool = True,
+        line: bool = False,
     ) -> None:
-        self.device, self.size, self.narrow = device, size, narrow
+        self.device, self.size, self.narrow, self.line = device, size, narrow, line
         self._specs = specs
         # Taken when a mixer first writes: what predicts further ahead than the next token does not run here.
         self._caches: dict[tuple[str, str], Tensor] = {}
@@ -119,46 +136,46 @@ class PagedContext:
 
     # ------------------------------------------------------------ announcing tokens
 
-    def begin(self, chunks: Sequence[Chunk]) -> Tensor:
+    def begin(self, chunks: Sequence[Piece]) -> Tensor:
         """Tokens [B, S] for the model, of chunks that are all `decode` or none is. They lie in the order of `chunks`, which `arranged` gives."""
-        is_decode = chunks[0].decode
+        in_rows = chunks[0].decode and not self.line
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         for chunk in chunks:
             self._update_table(chunk)
-            tokens += chunk.job.tokens[chunk.start : chunk.end]
+            tokens += chunk.tokens
             places = range(chunk.start, chunk.end)
             positions += places
-            blocks = chunk.job.blocks
+            blocks = chunk.blocks
             slots += [blocks[place // self.size] * self.size + place % self.size for place in places]
         line_3N = torch.tensor([tokens, positions, slots], dtype=torch.int64).to(self.device)
         tokens_N, positions_N, self.slots_N = line_3N.unbind()
         self._groups = list(self._grouped(chunks, positions_N))
-        self.positions_BS = positions_N[:, None] if is_decode else positions_N[None]
+        self.positions_BS = positions_N[:, None] if in_rows else positions_N[None]
         (first, *others) = self._groups
         # Where rows of the call are not rows of the groups, latents are handed out in a line and this context knows who sees what.
-        is_plain = is_decode or (not others and first.sequences == 1)
+        is_plain = in_rows or (not others and first.sequences == 1)
         self.attention = None if is_plain else self._attention_over_line
-        return tokens_N[:, None] if is_decode else tokens_N[None]
+        return tokens_N[:, None] if in_rows else tokens_N[None]
 
-    def _update_table(self, chunk: Chunk) -> None:
-        job, row = chunk.job, chunk.job.row
-        if self._owners[row] is not job.blocks:  # another request, or the same one with blocks of its second life
-            self._owners[row], self._filled[row] = job.blocks, 0
+    def _update_table(self, chunk: Piece) -> None:
+        blocks, row = chunk.blocks, chunk.row
+        if self._owners[row] is not blocks:  # another request, or the same one with blocks of its second life
+            self._owners[row], self._filled[row] = blocks, 0
             self._tables[row] = 0
         filled = self._filled[row]
-        if filled < len(job.blocks):
-            self._tables[row, filled : len(job.blocks)] = torch.tensor(job.blocks[filled:], dtype=torch.int64)
-            self._filled[row] = len(job.blocks)
+        if filled < len(blocks):
+            self._tables[row, filled : len(blocks)] = torch.tensor(blocks[filled:], dtype=torch.int64)
+            self._filled[row] = len(blocks)
 
-    def _grouped(self, chunks: Sequence[Chunk], positions_N: Tensor) -> Any:
+    def _grouped(self, chunks: Sequence[Piece], positions_N: Tensor) -> Any:
         first = 0
         for (is_fresh, size), alike in itertools.groupby(chunks, lambda chunk: arrangement(chunk)):
             members = list(alike)
             last = first + size * len(members)
             tables_RW = None
-            rows_R = torch.tensor([chunk.job.row for chunk in members], dtype=torch.int64)
+            rows_R = torch.tensor([chunk.row for chunk in members], dtype=torch.int64)
             if not is_fresh:
                 width = max(-(-chunk.end // self.size) for chunk in members)
                 # Behind a row's own blocks stands block 0, which holds zeros, at positions that causality hides.
@@ -307,7 +324,7 @@ class PagedContext:
         return spec
 
 
-def arrangement(chunk: Chunk) -> tuple[bool, int]:
+def arrangement(chunk: Piece) -> tuple[bool, int]:
     """By what chunks are sorted and grouped: whether nothing was there before, and how many tokens are new."""
     return chunk.start == 0, chunk.end - chunk.start
 

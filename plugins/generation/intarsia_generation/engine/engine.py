@@ -5,14 +5,13 @@ plan -> caches' slots -> the model -> hidden states that decide something -> tok
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from intarsia import ops
@@ -22,10 +21,15 @@ from torch import Tensor, nn
 
 from intarsia_generation.engine.blocks import BlockPool
 from intarsia_generation.engine.chosen import Row, decide, rows_of
-from intarsia_generation.engine.context import PagedContext, arrangement, specs_of, state_bytes
+from intarsia_generation.engine.context import arrangement
 from intarsia_generation.engine.request import Job
-from intarsia_generation.engine.routes import RouteCache, routes_of
+from intarsia_generation.engine.routes import routes_of
+from intarsia_generation.engine.runner import Runner
 from intarsia_generation.engine.scheduler import Chunk, Scheduler
+from intarsia_generation.engine.sizes import Sizes
+
+if TYPE_CHECKING:
+    from intarsia_generation.engine.ranks import Team
 
 logger = logging.getLogger("intarsia.generation")
 
@@ -33,22 +37,14 @@ _KERNELS = threading.Lock()
 """Kernels are in force for a process: several generators of one take turns."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes of caches and steps: as `LocalConfig` has them, with numbers for what is open there."""
-
-    block: int
-    blocks: int
-    max_sequences: int
-    max_batch_tokens: int
-    max_tokens: int
-    prefix_cache: bool = True
+__all__ = ["Engine", "Sizes"]
 
 
 class Engine:
     """A model, its caches and its requests. Stability: provisional.
 
     Arguments: `fill` puts weights into the model and raises where they are not what was published; `filled` says which version is whole in the model as it is now; `choices` are the kernels; `invariant` keeps every cache's entries where their positions are.
+    `team` are the ranks among which the model is cut, of which this process is the first: they do what it does.
     `version` is None while no weights can be served.
     """
 
@@ -62,28 +58,20 @@ class Engine:
         filled: Callable[[], int | None] = lambda: None,
         choices: Mapping[str, ops.Choice] | None = None,
         invariant: bool = False,
+        team: Team | None = None,
     ) -> None:
-        self.model: Any = model
         self.device, self.sizes, self.choices = device, sizes, dict(choices or {})
+        self.team = team
         self._fill, self._filled = fill, filled
         self.version: int | None = None
         self.pool = BlockPool(sizes.blocks, sizes.block)
-        specs = specs_of(model)
+        self.runner = Runner(model, device, sizes, invariant=invariant, parts=None if team is None else team.parts)
         # A block can be read by another request; a state is that behind a request's last token, and of no other use.
-        shares = sizes.prefix_cache and not state_bytes(specs)
+        shares = sizes.prefix_cache and not self.runner.has_states
         if sizes.prefix_cache and not shares:
             logger.info("The prefix cache is off: %s keeps states, of which no past one is there to begin from", type(model).__name__)
         self.scheduler = Scheduler(self.pool, sizes.max_sequences, sizes.max_batch_tokens, shares, self._note_routes)
-        self.context = PagedContext(
-            specs,
-            device,
-            count=sizes.blocks,
-            size=sizes.block,
-            sequences=sizes.max_sequences,
-            longest=sizes.max_tokens,
-            narrow=not invariant,
-        )
-        self.routes = RouteCache(model, (sizes.blocks + 1) * sizes.block)
+        self.context, self.routes = self.runner.context, self.runner.routes
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.busy_s = 0.0
 
@@ -91,6 +79,21 @@ class Engine:
         """Called once by a thread that is going to call the others."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+
+    def close(self) -> None:
+        """Called once by that thread when it ends."""
+        if self.team is not None:
+            self.team.close()
+
+    @property
+    def beat_s(self) -> float | None:
+        """How long that thread may wait for something to do before it calls `beat`."""
+        return None if self.team is None else self.team.beat_s
+
+    def beat(self) -> None:
+        """Nothing was to be done for so long."""
+        if self.team is not None:
+            self.team.beat()
 
     # ------------------------------------------------------------ requests
 
@@ -154,6 +157,8 @@ class Engine:
             with _KERNELS, torch.no_grad(), ops.installed(self.choices):
                 rows, tokens, log_probs, unsound = self._decisions(chunks)
         except Exception as error:
+            if self.team is not None:
+                self.team.end(error)
             # A step that fails would fail again. What blocks are said to hold may not be in them.
             for chunk in chunks:
                 chunk.job.computed = min(chunk.job.computed, chunk.start)
@@ -170,31 +175,28 @@ class Engine:
         rows: list[Row] = []
         hidden: list[Tensor] = []
         unsound: list[Job] = []
-        for is_decode in (True, False):
-            part = [chunk for chunk in chunks if chunk.decode == is_decode]
-            if part:
-                part.sort(key=arrangement)
-                some, hidden_ND = self._computed(part, unsound)
-                rows += some
-                hidden.append(hidden_ND)
-        tokens, log_probs = decide(self.model, torch.cat(hidden) if len(hidden) > 1 else hidden[0], rows)
+        parts = [[chunk for chunk in chunks if chunk.decode == is_decode] for is_decode in (True, False)]
+        calls = [sorted(part, key=arrangement) for part in parts if part]
+        wanted = [rows_of(call) for call in calls]
+        if self.team is not None:
+            self.team.step([(call, [row.place for row in some]) for call, some in zip(calls, wanted, strict=True)])
+        for call, some in zip(calls, wanted, strict=True):
+            hidden.append(self._computed(call, some, unsound))
+            rows += some
+        tokens, log_probs = decide(self.runner.logits, torch.cat(hidden) if len(hidden) > 1 else hidden[0], rows)
         return rows, tokens, log_probs, unsound
 
-    def _computed(self, chunks: Sequence[Chunk], unsound: list[Job]) -> tuple[list[Row], Tensor]:
-        """Run the model on chunks of one kind; rows that decide something, and their hidden states [rows, D]."""
-        tokens_BS = self.context.begin(chunks)
-        with self.routes.recording(self.context.slots_N):
-            hidden_ND = self.model(tokens_BS, self.context).flatten(0, 1)
+    def _computed(self, chunks: Sequence[Chunk], rows: Sequence[Row], unsound: list[Job]) -> Tensor:
+        """Run the model on chunks of one kind; the hidden states of `rows`, those that decide something."""
+        hidden_ND = self.runner.hidden(chunks)
         for chunk in chunks:
             self.prompt_tokens += max(0, min(chunk.end, chunk.job.prompt) - chunk.start)
-        rows = rows_of(chunks)
-        if len(rows) == hidden_ND.shape[0]:
-            return rows, hidden_ND
-        # What decides something is seen by its log-probability. The rest is in the caches as well, and would be left there.
-        sound_N = hidden_ND.isfinite().all(-1).tolist()
-        ends = itertools.accumulate(chunk.end - chunk.start for chunk in chunks)
-        unsound += [chunk.job for chunk, end in zip(chunks, ends, strict=True) if not all(sound_N[end - chunk.end + chunk.start : end])]
-        return rows, hidden_ND[torch.tensor([row.place for row in rows], dtype=torch.int64).to(self.device)]
+        if len(rows) < hidden_ND.shape[0]:
+            # What decides something is seen by its log-probability. The rest is in the caches as well, and would be left there.
+            sound_N = hidden_ND.isfinite().all(-1).tolist()
+            ends = itertools.accumulate(chunk.end - chunk.start for chunk in chunks)
+            unsound += [chunk.job for chunk, end in zip(chunks, ends, strict=True) if not all(sound_N[end - chunk.end + chunk.start : end])]
+        return self.runner.chosen(hidden_ND, [row.place for row in rows])
 
     def _take(self, rows: Sequence[Row], tokens: Sequence[int], log_probs: Sequence[float], jobs: Sequence[Job]) -> None:
         """Give each request its tokens; those that have all end, and those that are not sound: `jobs`, and whose log-probabilities are not finite."""
@@ -223,7 +225,9 @@ class Engine:
     def _start_over(self) -> None:
         """Nothing in the caches is trusted any more; what runs is computed anew."""
         self.scheduler.set_version(-1 if self.version is None else self.version)
-        self.context.clear()
+        if self.team is not None:
+            self.team.clear()
+        self.runner.clear()
 
     # ------------------------------------------------------------ routes
 

@@ -165,6 +165,7 @@ class LocalGenerator:
             self._engine.end(job, ended)
         for drain in self._drains:
             drain.end(ended or UsageError("The generator was closed."))
+        self._engine.close()
 
     def _serve(self) -> None:
         """Commands, then a step, and again; asleep where there is nothing to compute."""
@@ -184,7 +185,12 @@ class LocalGenerator:
 
     def _obey(self, wait: bool) -> None:
         with contextlib.suppress(queue.Empty):
-            command = self._commands.get(block=wait)
+            try:
+                command = self._commands.get(block=wait, timeout=self._engine.beat_s)
+            except queue.Empty:
+                if wait:
+                    self._engine.beat()
+                raise
             while True:
                 command()
                 command = self._commands.get(block=False)

@@ -6,7 +6,7 @@ Shape suffixes: N new tokens in a line, L layers of experts, K experts of a toke
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from intarsia_rl.contracts import Routes
@@ -27,8 +27,8 @@ class RouteCache:
         self._kept: Tensor | None = None
 
     @contextlib.contextmanager
-    def recording(self, slots_N: Tensor) -> Iterator[None]:
-        """Keep what routers choose in a call of the model for tokens in these slots."""
+    def recording(self, slots_N: Tensor, whole: Callable[[Tensor], Tensor] | None = None) -> Iterator[None]:
+        """Keep what routers choose in a call of the model for tokens in these slots. `whole` makes [N, L, K] of all tokens from those that this rank's routers saw."""
         if not self.serves:
             yield
             return
@@ -36,7 +36,7 @@ class RouteCache:
 
         with recorded_routes() as routes:
             yield
-        choices_NLK = routes.stacked()
+        choices_NLK = routes.stacked() if whole is None else whole(routes.stacked())
         if self._kept is None:
             self._kept = choices_NLK.new_zeros((self._slots, *choices_NLK.shape[1:]))
         self._kept.index_copy_(0, slots_N, choices_NLK)

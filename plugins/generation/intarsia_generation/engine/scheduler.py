@@ -23,6 +23,21 @@ class Chunk:
     end: int
     decode: bool
 
+    @property
+    def row(self) -> int:
+        """The request's place among those that run."""
+        return self.job.row
+
+    @property
+    def blocks(self) -> list[int]:
+        """The request's blocks: one and the same list from when it begins until it gives them up."""
+        return self.job.blocks
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens themselves."""
+        return self.job.tokens[self.start : self.end]
+
 
 class Scheduler:
     """Requests that run and that wait.

@@ -75,6 +75,11 @@ def kernel_problems(choices: Mapping[str, str], device: str, dtype: str, environ
     return found
 
 
+def cut_text(tensor: int) -> str:
+    """Why a generator that is cut is refused."""
+    return f"generator.tensor={tensor}: ranks would sum what the trainer sums alone. Use generator.tensor=1, and more generators (data.loader.generators) in the place of ranks."
+
+
 def _settings(recipe: Recipe, device: str, dtype: str) -> Iterator[str]:
     if device not in ("cpu", "cuda"):
         yield f"There is no table for train.device={device}."
@@ -85,6 +90,9 @@ def _settings(recipe: Recipe, device: str, dtype: str) -> Iterator[str]:
     cut = [f"mesh.{axis}={getattr(recipe.mesh, axis)}" for axis in ("pp", "cp", "tp", "ep") if getattr(recipe.mesh, axis) > 1]
     if cut:
         yield f"{', '.join(cut)}: ranks would sum what a generator sums alone. Use {' and '.join(table.MESH)}."
+    tensor = getattr(getattr(recipe.data.loader, "generator", None), "tensor", 1)
+    if isinstance(tensor, int) and tensor > 1:
+        yield cut_text(tensor)
     sharder: Any = recipe.sharder
     payloads = {
         getattr(sharder, "payload", "plain"),

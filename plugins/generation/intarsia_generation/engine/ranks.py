@@ -1,0 +1,242 @@
+"""Several processes as one generator: the first plans and chooses tokens, all compute.
+
+The first rank is the generator's own process. It starts the others (`follower`), tells them of every step and every weights' version before it does the same itself, and waits for nothing but
+the collectives of the model. They share one fate: where one of them ends, or a step fails, so that nobody knows where the others stand, the generator's process ends with the reason, as one that was
+killed; who keeps generators starts another one. Each follower ends with the first rank, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from intarsia.comm import Communicator, init_world
+from intarsia.errors import UsageError
+from intarsia.plugins import Plugins
+from intarsia_rl.contracts import GeneratorContext, WeightVersion
+from intarsia_rl.processes.local import environment_of
+from intarsia_rl.processes.plain import plain_config, plain_recipe
+from torch import nn
+
+from intarsia_generation.engine.config import LocalConfig
+from intarsia_generation.engine.context import Piece
+from intarsia_generation.engine.tensor import Parts
+
+BEAT_S = 60.0
+"""The first rank says that it lives when it has been idle for so long: a collective waits for ten times as long."""
+
+CLOSE_S = 10.0
+"""How long the others may take to end."""
+
+HOST = "127.0.0.1"
+
+
+class Team:
+    """The ranks of a generator, as its first one has them. `start` makes it; `parts` is the first rank's. Stability: provisional.
+
+    After `start` all methods but `kill` and `end` are called by one thread.
+    """
+
+    beat_s = BEAT_S
+
+    def __init__(self, world: Communicator, parts: Parts, store: dist.Store, children: _Children) -> None:
+        self.world, self.parts = world, parts
+        self._store, self._children = store, children
+        # By place: the list of blocks that the others know of, and how many of it.
+        self._known: dict[int, tuple[list[int], int]] = {}
+
+    @classmethod
+    def start(cls, config: LocalConfig, context: GeneratorContext, device: torch.device) -> Team:
+        """Start the others and meet them; they build their parts then as this one does. UsageError where this process belongs to a group already."""
+        if dist.is_initialized():
+            raise UsageError(
+                f"generator.tensor = {config.tensor} needs a process of its own, and this one belongs to a process group already. Start it by a process launcher, as runs do."
+            )
+        store = dist.TCPStore(HOST, 0, config.tensor, is_master=True, wait_for_workers=False)
+        children = _Children(config.tensor)
+        try:
+            children.start(config, context, store.port)
+            with _as_rank(0, config.tensor):
+                world = init_world(device, store=store)
+            try:
+                return cls(world, Parts(world, config.experts), store, children)
+            except BaseException:
+                world.close()
+                raise
+        except BaseException:
+            children.kill()
+            raise
+
+    # ------------------------------------------------------------ what all do
+
+    def step(self, calls: Sequence[tuple[Sequence[Piece], Sequence[int]]]) -> None:
+        """A step begins: calls of the model, each with its pieces and the places of the tokens whose hidden states are wanted."""
+        self._tell(
+            {
+                "do": "step",
+                "calls": [{"pieces": [self._plain(piece) for piece in pieces], "places": list(places)} for pieces, places in calls],
+            }
+        )
+
+    def clear(self) -> None:
+        """Caches are cleared."""
+        self._tell({"do": "clear"})
+
+    def beat(self) -> None:
+        """There is nothing to do."""
+        self._tell({"do": "wait"})
+
+    def fill(self, model: nn.Module, weights: WeightVersion, plugins: Plugins) -> None:
+        """Put weights into all parts of the model, `model` being this rank's. Raises what the first rank raised that could not."""
+        try:
+            self._tell({"do": "fill", "weights": {each.name: getattr(weights, each.name) for each in dataclasses.fields(weights)}})
+            error = self.parts.fill(model, weights, plugins)
+        except BaseException as broken:
+            self.end(broken)
+        if error is not None:
+            raise error
+
+    def _plain(self, piece: Piece) -> list[Any]:
+        blocks, known = self._known.get(piece.row, (None, 0))
+        is_fresh = blocks is not piece.blocks
+        self._known[piece.row] = piece.blocks, len(piece.blocks)
+        return [piece.row, piece.start, piece.end, piece.decode, is_fresh, piece.blocks[0 if is_fresh else known :], list(piece.tokens)]
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        data = torch.frombuffer(bytearray(json.dumps(message, separators=(",", ":")).encode()), dtype=torch.uint8)
+        self.world.broadcast(torch.tensor([data.numel()]), 0, "size of a plan")
+        self.world.broadcast(data, 0, "plan")
+
+    # ------------------------------------------------------------ ends
+
+    def end(self, error: BaseException) -> NoReturn:
+        """End this process, and with it the others: they may stand elsewhere than this one does."""
+        text = "".join(traceback.format_exception(error))
+        end_process(f"{text}A generator of {self.world.size} ranks ends where one of them fails: the others stand elsewhere than it does.")
+
+    def close(self) -> None:
+        """Send the others home, and leave the group."""
+        self._children.expected = True
+        with contextlib.suppress(Exception):  # one that died now is no matter
+            self._tell({"do": "close"})
+        self._children.close()
+        self.world.close()
+
+    def kill(self) -> None:
+        """End the others at once."""
+        self._children.kill()
+        self.world.close()
+
+
+def hear(world: Communicator) -> dict[str, Any]:
+    """What the first rank tells."""
+    size = torch.zeros(1, dtype=torch.int64)
+    world.broadcast(size, 0, "size of a plan")
+    data = torch.empty(int(size), dtype=torch.uint8)
+    world.broadcast(data, 0, "plan")
+    message: dict[str, Any] = json.loads(data.numpy().tobytes())
+    return message
+
+
+def end_process(text: str) -> NoReturn:
+    """Say why and end, whatever other threads do."""
+    print(text, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _as_rank(rank: int, size: int) -> Iterator[None]:
+    """The environment of a rank, for as long as it joins its group."""
+    wanted = of_rank(rank, size)
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def of_rank(rank: int, size: int) -> dict[str, str]:
+    """Variables that say which rank a process is."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+
+
+class _Children:
+    """The processes of the ranks from 1 on. Until they are `expected` to end, the end of one of them is that of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.expected = size, False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._holds: list[int] = []
+
+    def start(self, config: LocalConfig, context: GeneratorContext, port: int) -> None:
+        """Start them: each leads a group of its own, which the system ends when this process ends."""
+        given = {
+            "config": plain_config(config, context.plugins),
+            "recipe": plain_recipe(context.recipe, context.plugins),
+            "initial": context.initial,
+            "index": context.index,
+            "port": port,
+        }
+        for rank in range(1, self.size):
+            line, hold = os.pipe()
+            self._holds.append(hold)
+            command = [sys.executable, "-P", "-X", "faulthandler", "-m", "intarsia_generation.engine.follower"]
+            command += [f"generator-{context.index}/{rank}", "--lifeline", str(line)]
+            try:
+                process = subprocess.Popen(
+                    command,
+                    env=environment_of(None) | of_rank(rank, self.size),
+                    stdin=subprocess.PIPE,
+                    pass_fds=(line,),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(line)
+            self._processes.append(process)
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+            assert process.stdin is not None, "it is a pipe"
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(json.dumps(given).encode())
+
+    def close(self) -> None:
+        """Wait until they have ended; kill those that do not."""
+        self.expected = True
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(CLOSE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End them."""
+        self.expected = True
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for hold in self._holds:
+            os.close(hold)
+        self._holds = []
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if not self.expected:
+            how = f"exit code {status}"
+            if status < 0:
+                hint = ", out of memory or killed by hand" if -status == signal.SIGKILL else ""
+                how = f"{signal.Signals(-status).name}{hint}"
+            end_process(f"Rank {rank} of the {self.size} of this generator has ended ({how}), and the generator with it.")
