@@ -34,7 +34,7 @@ def offer_recipes() -> Sequence[Entry]:
         Entry(
             name="qwen3/debug",
             target=f"{recipes}:debug",
-            doc="1.7 M parameters on bytes of the standard library's source: minutes on a laptop.",
+            doc="1.8 M parameters on bytes of the standard library's source: minutes on a laptop.",
         ),
         Entry(name="qwen3/moe-debug", target=f"{recipes}:moe_debug", doc="2.0 M parameters with 8 experts, on the same bytes."),
         Entry(name="qwen3/0.6b", target=f"{recipes}:qwen3_0_6b", doc="Qwen3 0.6B, sequence 4096, bfloat16."),
