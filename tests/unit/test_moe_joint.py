@@ -115,6 +115,20 @@ def test_recomputation_changes_nothing() -> None:
     assert_equal(gradients(model), wanted)
 
 
+def test_compiled_blocks_change_nothing() -> None:
+    model = model_of()
+    with logical.micro_batch(0.5) as plain:
+        model(inputs(), context_of()).cos().sum().backward()
+    wanted = gradients(model)
+    torch._dynamo.reset()
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    with logical.micro_batch(0.5) as sums:
+        model(inputs(), context_of()).cos().sum().backward()
+    assert sums["moe.joint_loss"].item() == pytest.approx(plain["moe.joint_loss"].item(), rel=1e-6)
+    assert_equal(gradients(model), wanted)
+
+
 def test_stages_hand_statistics_on() -> None:
     """What a pipeline hands on and back: leaves of the next stage, whose gradients are the last stage's."""
     model, context = model_of(), context_of()

@@ -24,10 +24,17 @@ NAME = "moe.joint_loss"
 """What the loss is called among a step's sums."""
 
 
+class Statistics:
+    """Those of one forward pass so far."""
+
+    def __init__(self, statistics: Tensor) -> None:
+        self.statistics = statistics
+
+
 class _Open(threading.local):
     """Of a thread: statistics of the forward pass that is under way."""
 
-    statistics: Tensor | None = None
+    now: Statistics | None = None
 
 
 _open = _Open()
@@ -56,9 +63,9 @@ class JointLoss:
             statistics = torch.zeros(2 * self.experts + 2, dtype=torch.float32, device=inputs.device)
         else:
             inputs, statistics = inputs
-        with _opened(statistics):
+        with _opened(statistics) as opened:
             result = run(inputs, context, stage)
-            statistics = _open.statistics
+            statistics = opened.statistics
         if stage is not None and not stage.last:
             return result, statistics
         return self._attached(result, statistics) if training else result
@@ -78,19 +85,21 @@ class JointLoss:
 
 
 @contextlib.contextmanager
-def _opened(statistics: Tensor) -> Iterator[None]:
-    before, _open.statistics = _open.statistics, statistics
+def _opened(statistics: Tensor) -> Iterator[Statistics]:
+    before, opened = _open.now, Statistics(statistics)
+    _open.now = opened
     try:
-        yield
+        yield opened
     finally:
-        _open.statistics = before
+        _open.now = before
 
 
 def add(weights_NK: Tensor, pairs_E: Tensor, mass_E: Tensor, tokens: Tensor) -> Tensor:
     """`weights_NK`, through which what a router counted joins the statistics of the forward pass that is under way; in a recomputation there is none, and nothing does."""
-    if _open.statistics is None:
+    now = _open.now
+    if now is None:
         return weights_NK
-    weights_NK, _open.statistics = _Join.apply(weights_NK, _open.statistics, pairs_E, mass_E, tokens)
+    weights_NK, now.statistics = _Join.apply(weights_NK, now.statistics, pairs_E, mass_E, tokens)
     return weights_NK
 
 
