@@ -54,8 +54,8 @@ def select(name: str = "auto") -> torch.device:
 @functools.cache
 def capabilities() -> frozenset[str]:
     """What kernels may need of this machine, probed: `cpu`, `cuda`, `sm80` ... (every compute capability up to the device's), `bf16`, `fp8`, `triton`,
-    `flex_backward` (flex attention with gradients), `varlen` (variable-length attention); where the CPU is the device that runs use, `onednn` and `avx512`."""
-    found = {"cpu", "bf16"}
+    `flex_backward` (flex attention with gradients), `varlen` (variable-length attention), `fla` and `attn_gym` (those packages); where the CPU is the device that runs use, `onednn` and `avx512`."""
+    found = {"cpu", "bf16"} | {each for each in ("fla", "attn_gym") if importlib.util.find_spec(each)}
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         found |= {"cuda", f"sm{major}{minor}"} | {

@@ -14,7 +14,7 @@ _PACKAGE = "intarsia_kernels.delta_rule"
 
 @hookimpl
 def offer_kernels() -> Sequence[KernelEntry]:
-    """For `gated_delta_rule`."""
+    """For `gated_delta_rule` and `short_conv`."""
     return [
         KernelEntry(
             name="gated_delta_rule/triton",
@@ -24,6 +24,38 @@ def offer_kernels() -> Sequence[KernelEntry]:
             needs=("cuda", "sm80", "triton"),
             dtypes=("bfloat16", "float16", "float32"),
             bounds={"*@float32": 1e-4, "*@bfloat16": 3e-2, "*@float16": 4e-3},
+            in_compile=True,
+            priority=10,
+        ),
+        *(
+            KernelEntry(
+                name=f"gated_delta_rule/{name}",
+                op="gated_delta_rule",
+                target=f"{_PACKAGE}.peers:{name}",
+                doc=doc,
+                needs=("cuda", "sm80", "triton", name),
+                dtypes=("bfloat16", "float16"),
+                bounds={"*@bfloat16": 3e-2, "*@float16": 4e-3},
+            )
+            for name, doc in (
+                (
+                    "fla",
+                    "flash-linear-attention's kernel, where that is installed (fla-core). Runs when named; waits for the documents' number.",
+                ),
+                (
+                    "attn_gym",
+                    "Attention Gym's kernel, where that is installed (attn-gym). Runs when named; waits for the documents' number.",
+                ),
+            )
+        ),
+        KernelEntry(
+            name="short_conv/triton",
+            op="short_conv",
+            target=f"{_PACKAGE}.short_conv:short_conv",
+            doc="All taps, documents' borders and the activation in one pass; both gradients in another, without atomics.",
+            needs=("cuda", "triton"),
+            dtypes=("bfloat16", "float16", "float32"),
+            bounds={"*@float32": 2e-5, "*@bfloat16": 1e-2, "*@float16": 2e-3},
             in_compile=True,
             priority=10,
         ),
