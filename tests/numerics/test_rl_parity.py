@@ -11,7 +11,7 @@ from intarsia.config import resolve
 from intarsia_rl.invariant.parity.relations import Parity, Settings
 from intarsia_rl.invariant.parity.sides import Paths
 
-MODELS = ("llama3/debug", "deepseek_v3/debug")
+MODELS = ("llama3/debug", "deepseek_v3/debug", "qwen3/moe-debug")
 
 
 @pytest.fixture(autouse=True)

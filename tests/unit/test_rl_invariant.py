@@ -35,7 +35,7 @@ def test_every_operator_has_a_row_on_every_device_and_every_kernel_promises_inva
                     assert device == "cuda" or "cuda" not in entry.needs, row.kernel
 
 
-@pytest.mark.parametrize("name", ["llama3/debug", "deepseek_v3/debug"])
+@pytest.mark.parametrize("name", ["llama3/debug", "deepseek_v3/debug", "qwen3/moe-debug"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_transform_chooses_what_the_check_takes(name, dtype):
     made = recipe(name, f"precision.compute={dtype}")

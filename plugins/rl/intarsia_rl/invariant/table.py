@@ -126,7 +126,7 @@ COMPONENTS: Mapping[str, str] = {
 }
 """Components of models that call nothing but operators and what is row by row in torch."""
 
-MODELS = ("intarsia-llama3:llama3", "intarsia-deepseek-v3:deepseek_v3")
+MODELS = ("intarsia-llama3:llama3", "intarsia-deepseek-v3:deepseek_v3", "intarsia-qwen3:qwen3")
 DISPATCHERS = ("intarsia-models-common:local",)
 MESH = ("dp_replicate", "dp_shard")
 """Axes of the mesh that may be larger than 1: the others sum over ranks what a generator sums alone."""
