@@ -147,6 +147,7 @@ def test_priorities_and_unfinished_business(kit: Kit, monkeypatch: pytest.Monkey
     monkeypatch.setattr(request.Job, "order", property(lambda self: (0, self.arrival)))
     monkeypatch.setattr(engine.Engine, "drop", lambda self, job: None)
     monkeypatch.setattr(Kit, "new_tokens", 40)
+    monkeypatch.setattr(Kit, "patience_s", 1.0)
     says(kit, "test_lower_priority_numbers_are_served_earlier", "priority")
     says(kit, "test_cancelled_calls_leave_nothing", "cancelling")
 
@@ -159,8 +160,8 @@ def test_requests_after_the_end(kit: Kit, monkeypatch: pytest.MonkeyPatch, serve
         if not serves:
             await real(self)
             self._closed = False
+            kit.stage().timeout_s = 2.0  # of the next call, which nobody answers
 
     with monkeypatch.context() as patched:
         patched.setattr(LocalGenerator, "close", close)
-        patched.setattr(Kit, "timeout_s", 10.0 if serves else 2.0)
         says(kit, "test_closing", "close")

@@ -120,11 +120,7 @@ class GeneratorConformance(GeneratorCase):
         async def work() -> None:
             await generator.pause()
             tasks = [asyncio.ensure_future(one(priority)) for priority in [5] * count + [0] * count]
-            for _ in range(300):
-                stats = await generator.stats()
-                if stats.running + stats.waiting == len(tasks):
-                    break
-                await asyncio.sleep(0.1)
+            await self.settled(generator, lambda stats: stats.running + stats.waiting == len(tasks))
             await generator.resume()
             await asyncio.gather(*tasks)
 
@@ -431,15 +427,15 @@ class GeneratorConformance(GeneratorCase):
         generator = self.stage().main()
 
         async def work() -> None:
-            some = asyncio.Event()
+            some, begun = asyncio.Event(), asyncio.Event()
             running = asyncio.ensure_future(generator.generate(self.request(self.prompts()[0]), lambda tokens: some.set()))
             await some.wait()
             await generator.pause(keep=False)
-            later = asyncio.ensure_future(generator.generate(self.request(self.prompts()[2])))
-            await asyncio.wait([running], timeout=300)
+            later = asyncio.ensure_future(generator.generate(self.request(self.prompts()[2]), lambda tokens: begun.set()))
+            await asyncio.wait([running], timeout=self.patience_s)
             await asyncio.wait([later], timeout=0.3)
             keep("pause", running.done(), "a request that ran was not finished.")
-            keep("pause", not later.done(), "a request was begun while it was paused.")
+            keep("pause", not later.done() and not begun.is_set(), "a request was begun while it was paused.")
             await generator.resume()
             keep("pause", len((await later).tokens) == self.new_tokens, "a request that waited did not run to its end.")
 
@@ -487,12 +483,7 @@ class GeneratorConformance(GeneratorCase):
             for task in lost:
                 task.cancel()
             await asyncio.gather(*lost, return_exceptions=True)
-            stats = await generator.stats()
-            for _ in range(3000):
-                if stats.running + stats.waiting <= 1:
-                    break
-                await asyncio.sleep(0.1)
-                stats = await generator.stats()
+            stats = await self.settled(generator, lambda stats: stats.running + stats.waiting <= 1)
             keep(
                 "cancelling",
                 stats.running + stats.waiting <= 1,
@@ -581,7 +572,7 @@ class GeneratorConformance(GeneratorCase):
             task = asyncio.ensure_future(generator.generate(self.request(self.prompts()[0]), lambda tokens: some.set()))
             await some.wait()
             await generator.close()
-            (result,) = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30.0)
+            (result,) = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), self.patience_s)
             await generator.close()
             return result
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from intarsia.config import Recipe
 from intarsia.errors import UsageError
 from intarsia.plugins import current
-from intarsia_rl.contracts import Generated, Generator, GeneratorContext, Request, Sampling, WeightVersion
+from intarsia_rl.contracts import Generated, Generator, GeneratorContext, GeneratorStats, Request, Sampling, WeightVersion
 
 from intarsia_testing.base import Conformance
 from intarsia_testing.generator_stage import Stage
@@ -24,7 +25,9 @@ class GeneratorCase(Conformance):
     kind: ClassVar[str] = "generator"
     tolerance: ClassVar[float] = 1e-4
     invariant: ClassVar[bool] = False
-    timeout_s: ClassVar[float] = 120.0
+    timeout_s: ClassVar[float] = 600.0
+    # Seconds within which what has been asked for must have come about, where a call need not wait for it.
+    patience_s: ClassVar[float] = 60.0
     new_tokens: ClassVar[int] = 24
     draws: ClassVar[int] = 400
 
@@ -73,6 +76,15 @@ class GeneratorCase(Conformance):
         """A request with an id of its own."""
         settings = Sampling(**{"max_tokens": len(forced) or self.new_tokens, "temperature": 0.0, **sampling})
         return Request(f"request-{next(self._numbers)}", tuple(tokens), settings, tuple(forced), routes, priority)
+
+    async def settled(self, generator: Generator, holds: Callable[[GeneratorStats], bool]) -> GeneratorStats:
+        """Its stats once `holds` is true of them, or as they are when `patience_s` is over."""
+        end = time.monotonic() + self.patience_s
+        while True:
+            stats = await generator.stats()
+            if holds(stats) or time.monotonic() > end:
+                return stats
+            await asyncio.sleep(0.05)
 
     def all_of(self, generator: Generator, requests: Sequence[Request]) -> list[Generated]:
         """The completions of requests that are made together."""
