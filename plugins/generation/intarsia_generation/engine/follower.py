@@ -13,9 +13,15 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from intarsia_rl.processes import lifeline
+
+if TYPE_CHECKING:
+    from intarsia.comm import Communicator
+    from intarsia_rl.contracts import GeneratorContext
+
+    from intarsia_generation.engine.config import LocalConfig
 
 LINGER_S = 30.0
 
@@ -42,17 +48,14 @@ def main() -> int:
 
 def follow(given: dict[str, Any]) -> None:
     """Serve as a rank of the generator of `given`."""
-    import torch
     import torch.distributed as dist
     from intarsia.comm import init_world
     from intarsia.plugins import current, verify_child
-    from intarsia_rl.contracts import GeneratorContext, WeightVersion
+    from intarsia_rl.contracts import GeneratorContext
     from intarsia_rl.processes.plain import config_of, recipe_of
 
-    from intarsia_generation.engine.build import assembled, device_of
-    from intarsia_generation.engine.ranks import HOST, hear
-    from intarsia_generation.engine.runner import Runner
-    from intarsia_generation.engine.tensor import Parts
+    from intarsia_generation.engine.build import device_of
+    from intarsia_generation.engine.ranks import HOST
 
     verify_child()
     plugins = current()
@@ -60,6 +63,20 @@ def follow(given: dict[str, Any]) -> None:
     context = GeneratorContext(recipe_of(given["recipe"], plugins), plugins, False, given["initial"], given["index"])
     store = dist.TCPStore(HOST, given["port"], config.tensor, is_master=False, wait_for_workers=False)
     world = init_world(device_of(config, given["index"], int(os.environ["RANK"])), store=store)
+    serve(config, context, world)
+    world.close()
+
+
+def serve(config: LocalConfig, context: GeneratorContext, world: Communicator) -> None:
+    """Build this rank's part of a generator, and do what the first rank (`Team`) tells, until it tells to end."""
+    import torch
+    from intarsia_rl.contracts import WeightVersion
+
+    from intarsia_generation.engine.build import assembled
+    from intarsia_generation.engine.ranks import hear
+    from intarsia_generation.engine.runner import Runner
+    from intarsia_generation.engine.tensor import Parts
+
     parts = Parts(world, config.experts)
     made = assembled(config, context, parts)
     runner = Runner(made.model, made.device, made.sizes, parts=parts)
@@ -73,14 +90,13 @@ def follow(given: dict[str, Any]) -> None:
                 compute(runner, made.choices, seats, message["calls"])
             case "fill":
                 # The first rank tells of what went wrong, here or there.
-                parts.fill(made.model, WeightVersion(**message["weights"]), plugins)
+                parts.fill(made.model, WeightVersion(**message["weights"]), context.plugins)
             case "clear":
                 runner.clear()
             case "wait":
                 pass
             case "close":
-                break
-    world.close()
+                return
 
 
 @dataclasses.dataclass(frozen=True)

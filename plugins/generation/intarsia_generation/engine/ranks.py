@@ -43,16 +43,16 @@ HOST = "127.0.0.1"
 
 
 class Team:
-    """The ranks of a generator, as its first one has them. `start` makes it; `parts` is the first rank's. Stability: provisional.
+    """The ranks of a generator, as its first one has them; the others are in `serve`. `parts` is the first rank's, over the same `world`. Stability: provisional.
 
-    After `start` all methods but `kill` and `end` are called by one thread.
+    `start` makes it with processes (`children`) for the others. After it all methods but `kill` and `end` are called by one thread.
     """
 
     beat_s = BEAT_S
 
-    def __init__(self, world: Communicator, parts: Parts, store: dist.Store, children: _Children) -> None:
+    def __init__(self, world: Communicator, parts: Parts, children: _Children | None = None) -> None:
         self.world, self.parts = world, parts
-        self._store, self._children = store, children
+        self._children = children
         # By place: the list of blocks that the others know of, and how many of it.
         self._known: dict[int, tuple[list[int], int]] = {}
 
@@ -64,13 +64,13 @@ class Team:
                 f"generator.tensor = {config.tensor} needs a process of its own, and this one belongs to a process group already. Start it by a process launcher, as runs do."
             )
         store = dist.TCPStore(HOST, 0, config.tensor, is_master=True, wait_for_workers=False)
-        children = _Children(config.tensor)
+        children = _Children(config.tensor, store)
         try:
-            children.start(config, context, store.port)
+            children.start(config, context)
             with _as_rank(0, config.tensor):
                 world = init_world(device, store=store)
             try:
-                return cls(world, Parts(world, config.experts), store, children)
+                return cls(world, Parts(world, config.experts), children)
             except BaseException:
                 world.close()
                 raise
@@ -127,15 +127,18 @@ class Team:
 
     def close(self) -> None:
         """Send the others home, and leave the group."""
-        self._children.expected = True
+        if self._children is not None:
+            self._children.expected = True
         with contextlib.suppress(Exception):  # one that died now is no matter
             self._tell({"do": "close"})
-        self._children.close()
+        if self._children is not None:
+            self._children.close()
         self.world.close()
 
     def kill(self) -> None:
         """End the others at once."""
-        self._children.kill()
+        if self._children is not None:
+            self._children.kill()
         self.world.close()
 
 
@@ -177,21 +180,22 @@ def of_rank(rank: int, size: int) -> dict[str, str]:
 
 
 class _Children:
-    """The processes of the ranks from 1 on. Until they are `expected` to end, the end of one of them is that of this process."""
+    """The processes of the ranks from 1 on, which meet at `store`. Until they are `expected` to end, the end of one of them is that of this process."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, store: dist.TCPStore) -> None:
         self.size, self.expected = size, False
+        self._store = store
         self._processes: list[subprocess.Popen[bytes]] = []
         self._holds: list[int] = []
 
-    def start(self, config: LocalConfig, context: GeneratorContext, port: int) -> None:
+    def start(self, config: LocalConfig, context: GeneratorContext) -> None:
         """Start them: each leads a group of its own, which the system ends when this process ends."""
         given = {
             "config": plain_config(config, context.plugins),
             "recipe": plain_recipe(context.recipe, context.plugins),
             "initial": context.initial,
             "index": context.index,
-            "port": port,
+            "port": self._store.port,
         }
         for rank in range(1, self.size):
             line, hold = os.pipe()

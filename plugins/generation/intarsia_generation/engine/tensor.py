@@ -44,6 +44,7 @@ class Parts:
         self.world = world
         self._mesh = Mesh({"tp": world.size, "ep": world.size if experts == "cut" else 1}, world)
         self.holds: dict[str, tuple[Part, ...]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def cut(self, model: nn.Module, recipe: Recipe, plugins: Plugins) -> None:
         """Give a whole model on the meta device this rank's shapes, and wrap its modules. UsageError, with the roles' own reasons, where it cannot be cut."""
@@ -54,8 +55,10 @@ class Parts:
         try:
             plugins.build(DeclaredConfig()).apply(model, table, self._mesh, recipe, rows)
         except UsageError as error:
-            raise UsageError(f"generator.tensor = {self.world.size}: {error}") from error
+            axes = "tensor (tp) and experts (ep)" if self._mesh.sizes["ep"] > 1 else "tensor (tp)"
+            raise UsageError(f"generator.{axes} = {self.world.size}: {error}") from error
         for name, info in table.items():
+            self._shapes[name] = info.shape
             if info.outer:
                 layout = build_layouts([Member(name, info.shape)], info.outer)[name]
                 rank = 0
@@ -97,6 +100,7 @@ class Parts:
 
         failure: dict[str, Any] | None = None
         try:
+            self._check(weights)
             fill(model, weights, plugins, self.holds, combine)
         except Exception as error:
             failure = plain_error(error)
@@ -115,6 +119,18 @@ class Parts:
         rank, failed = min(failures, key=lambda each: (each[1]["class"] == _OtherFailed.__name__, each[0]))
         same = len({each["text"] for _, each in failures}) == 1
         return error_of(failed if same else {**failed, "text": f"Rank {rank} of the {self.world.size} of this generator: {failed['text']}"})
+
+    def _check(self, weights: WeightVersion) -> None:
+        """UsageError where whole tensors have other shapes. A rank's own box may fit where another's does not."""
+        found = {name: tuple(weights.shapes[name]) for name in self._shapes if name in weights.shapes}
+        wrong = [
+            f"{name} has shape {list(shape)}, the model's has {list(self._shapes[name])}"
+            for name, shape in found.items()
+            if shape != self._shapes[name]
+        ]
+        if wrong:
+            more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise UsageError(f"Version {weights.version} of the weights does not fit the model:\n  " + "\n  ".join(wrong[:8]) + more)
 
     def _stop_where_one_fails(self, failed: bool) -> None:
         if sum(self.world.gather_json(failed, what="ranks that could not take the weights")):
