@@ -25,10 +25,9 @@ from intarsia_models_common.vision.config import VisionConfig
 from intarsia_qwen3_5 import config as qwen3_5
 from intarsia_qwen3_vl import config as qwen3_vl
 from intarsia_testing.model import fill
+from intarsia_testing.parity_samples import BATCHES, make_samples
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-
-from tests.support.visual_samples import BATCHES, make_samples
 
 transformers = pytest.importorskip("transformers")
 

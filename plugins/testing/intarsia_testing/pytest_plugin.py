@@ -1,4 +1,4 @@
-"""The kit's pytest plugin: after a conformance run it says how many promises each entry keeps, which are broken, and what is left to write.
+"""The kit's pytest plugin: after a conformance run it says how many promises each entry keeps, which are broken, and what is left to write; after a parity run how far a family is from its reference.
 
 It imports nothing but pytest until a conformance class is collected, and adds nothing to the report of a run without one.
 """
@@ -9,6 +9,8 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 import pytest
+
+from intarsia_testing.parity_table import PARITY, parity_table
 
 TESTED = "intarsia_conformance"
 """The marker of every conformance test, and the name under which a report carries what it examined."""
@@ -30,6 +32,9 @@ pytest.register_assert_rewrite(
             "model",
             "optimizer",
             "parity",
+            "parity_greedy",
+            "parity_layers",
+            "parity_samples",
             "placement",
             "storage",
             "transport",
@@ -77,10 +82,16 @@ def unwritten_of(error: BaseException | None) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The conformance report: entry by entry, and each broken promise in a sentence."""
+    """The table of parity, and the conformance report: entry by entry, and each broken promise in a sentence."""
     # Deselected tests are listed among the reports as items: they were not examined.
-    everything = (report for reports in terminalreporter.stats.values() for report in reports)
-    lines = conformance_report(report for report in everything if isinstance(report, pytest.TestReport))
+    everything = [report for reports in terminalreporter.stats.values() for report in reports if isinstance(report, pytest.TestReport)]
+    calls = sorted((report for report in everything if report.when == "call"), key=lambda report: report.nodeid.partition("::")[0])
+    table = parity_table(value for report in calls for name, value in report.user_properties if name == PARITY)
+    if table:
+        terminalreporter.section("intarsia parity")
+        for line in table:
+            terminalreporter.write_line(line)
+    lines = conformance_report(everything)
     if not lines:
         return
     terminalreporter.section("intarsia conformance")
