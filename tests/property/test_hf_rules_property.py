@@ -79,7 +79,7 @@ def numbered(shapes: Sequence[Shape]) -> list[Tensor]:
     return made
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(drawn=rules(), data=st.data())
 def test_there_and_back_and_in_boxes(drawn: Drawn, data: st.DataObject) -> None:
     row, shapes = drawn.row, drawn.shapes

@@ -131,6 +131,8 @@ class _Path:
 
     def _heads(self, box: Box, shape: Shape, read: Callable[[Box], Tensor], apart: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Pairs and halves of one head are permuted among each other: the whole heads that the box touches are read."""
+        if not box.numel:
+            return read(box)
         rows = shape[0] // self.chain.number(self.chain.heads)
         head, end = box.start[0] // rows, -(-box.end[0] // rows)
         turned = apart(read(_rows(box, head * rows, (end - head) * rows)), end - head).transpose(1, 2).flatten(0, 2)
