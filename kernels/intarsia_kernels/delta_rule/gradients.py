@@ -42,12 +42,12 @@ def _column(
     dscores = tl.dot(dy, narrow, dscores, input_precision=PRECISION)
     dsolved = tl.dot(tl.trans(dnew_VC), narrow, dsolved, input_precision=PRECISION)
     dv = dx * beta[:, None]
-    read = (dv * reads_k[:, None]).to(dtype)
-    given -= tl.sum(read.to(tl.float32) * held, axis=1)
+    lost = (dv * -reads_k[:, None]).to(dtype)
+    given += tl.sum(lost.to(tl.float32) * held, axis=1)
     # Transposed, so that what comes from memory is the left factor: what is computed here stands in shared memory once, as the right one.
     dq_KC = tl.dot(tl.trans(state_VK), tl.trans((dy * reads_q[:, None]).to(dtype)), dq_KC, input_precision=PRECISION)
     dk_KC = tl.dot(tl.trans(dstate_VK), tl.trans((new * writes_k[:, None]).to(dtype)), dk_KC, input_precision=PRECISION)
-    dk_KC = tl.dot(tl.trans(state_VK), tl.trans(-read), dk_KC, input_precision=PRECISION)
+    dk_KC = tl.dot(tl.trans(state_VK), tl.trans(lost), dk_KC, input_precision=PRECISION)
     return dv.to(dtype), dq_KC, dk_KC, dscores, dsolved, dbeta, given
 
 

@@ -131,7 +131,7 @@ def _fla_supports(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, *_: Any, form:
 
 def _attn_gym_supports(q_BSHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, *_: Any, form: str = "chunked", **__: Any) -> str | None:
     """Why a call cannot be taken."""
-    if not k_BSHK.shape[-1] == v_BSHV.shape[-1] or k_BSHK.shape[-1] not in EQUAL_WIDTHS:
+    if k_BSHK.shape[-1] != v_BSHV.shape[-1] or k_BSHK.shape[-1] not in EQUAL_WIDTHS:
         return f"keys of width {k_BSHK.shape[-1]} and values of {v_BSHV.shape[-1]}; it takes both of {' or '.join(map(str, EQUAL_WIDTHS))}"
     return _refused(q_BSHK, k_BSHK, v_BSHV, form)
 

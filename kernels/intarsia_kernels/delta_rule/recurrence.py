@@ -158,11 +158,11 @@ def backward_kernel(
                 else:
                     tl.store(to, dnew_VC)
                 dx_VC = tl.dot(dnew_VC, solved, input_precision=PRECISION)
-                read_VC = (dx_VC * factor(factors_pointer, at, 7, C)[None, :]).to(dtype)
+                lost_VC = (dx_VC * -factor(factors_pointer, at, 7, C)[None, :]).to(dtype)
                 dread_VC = (dy_VC * factor(factors_pointer, at, 1, C)[None, :]).to(dtype)
                 dstate_VK = dstate_VK * left_of(factors_pointer, at, C)
                 dstate_VK = tl.dot(dread_VC, q, dstate_VK, input_precision=PRECISION)
-                dstate_VK = tl.dot(-read_VC, k, dstate_VK, input_precision=PRECISION)
+                dstate_VK = tl.dot(lost_VC, k, dstate_VK, input_precision=PRECISION)
             if STATE:
                 enters = (start == first) & (late == 0)
                 tl.store(state_columns(dstate_pointer, row.to(tl.int64) * heads + head, column, K, V, BLOCK_V), dstate_VK, mask=enters)

@@ -8,6 +8,7 @@ Backward walks along the tokens with the last K - 1 inputs and the gradients tha
 Shape suffixes: B rows, S tokens, C channels, K taps, P pieces.
 """
 
+# ruff: noqa: RUF005 (Triton compiles sums of tuples, and no unpacking)
 from __future__ import annotations
 
 from typing import Any, Literal

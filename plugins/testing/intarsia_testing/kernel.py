@@ -47,18 +47,23 @@ def poisoned() -> Iterator[None]:
 
 
 def run(function: Any, arguments: dict[str, Any], op: str) -> dict[str, Tensor]:
-    """Output and gradients by name, for a cotangent that is a fixed function of the output's shape."""
+    """Outputs and gradients by name, for cotangents that are fixed functions of the outputs' shapes: `output`, of further outputs `output_1` and so on. Where `counts_B` says how many of each
+    row's tokens are real, the first output is 0 behind them."""
     prepare = getattr(function, "prepare", None)
     if prepare is not None and arguments.get("packing") is not None:
         prepare(arguments["packing"], windows=(arguments.get("window"),), documents_BS=arguments["documents_k_BT"])
-    output = function(**arguments)
-    wave = torch.cos(torch.arange(output.numel(), dtype=torch.float64) * 0.7).reshape(output.shape).to(output.device, output.dtype)
+    found = function(**arguments)
+    outputs = list(found) if isinstance(found, tuple) else [found]
+    if arguments.get("counts_B") is not None:
+        behind_BS = torch.arange(outputs[0].shape[1], device=outputs[0].device) >= arguments["counts_B"][:, None]
+        outputs[0] = outputs[0].masked_fill(behind_BS.view(*behind_BS.shape, *(1,) * (outputs[0].ndim - 2)), 0.0)
+    waves = [torch.cos(torch.arange(y.numel(), dtype=torch.float64) * 0.7).reshape(y.shape).to(y.device, y.dtype) for y in outputs]
     leaves = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.requires_grad}
-    gradients = torch.autograd.grad(output, list(leaves.values()), wave, allow_unused=True)
-    found = {"output": output.detach()}
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), waves, allow_unused=True)
+    named = {"output" if n == 0 else f"output_{n}": y.detach() for n, y in enumerate(outputs)}
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-        found[name] = torch.zeros_like(leaf) if gradient is None else gradient.detach()
-    return found
+        named[name] = torch.zeros_like(leaf) if gradient is None else gradient.detach()
+    return named
 
 
 class KernelConformance(Conformance):

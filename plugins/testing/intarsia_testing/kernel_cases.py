@@ -280,6 +280,61 @@ def _attention(normal: Normal) -> Iterator[Case]:
     yield Case("a query that sees nothing", qkv(2, 1, 63, 4, 2, 32), {"scale": 0.2, **empty}, batched)
 
 
+def _documents(*rows: tuple[int, ...]) -> Tensor:
+    return torch.stack([torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(row)]) for row in rows])
+
+
+def _gated_delta_rule(normal: Normal) -> Iterator[Case]:
+    batched = ("q_BSHK", "k_BSHK", "v_BSHV", "decay_BSH", "beta_BSH", "state_BHKV", "documents_BS", "counts_B")
+
+    def inputs(rows: int, tokens: int, heads: int, keys: int, values: int, decay: float = 0.3) -> dict[str, Tensor]:
+        return {
+            "q_BSHK": normal(rows, tokens, heads, keys),
+            "k_BSHK": normal(rows, tokens, heads, keys),
+            "v_BSHV": normal(rows, tokens, heads, values),
+            "decay_BSH": -decay * normal(rows, tokens, heads).abs(),
+            "beta_BSH": normal(rows, tokens, heads).sigmoid(),
+        }
+
+    plain = {"scale": 0.125, "normalise": True}
+    for tokens, heads, keys, values in ((1, 1, 64, 64), (15, 2, 100, 36), (63, 1, 64, 128), (130, 2, 64, 64)):
+        yield Case(f"{tokens} tokens, {heads} heads of {keys} and {values}", inputs(1, tokens, heads, keys, values), plain, batched)
+    packed, short = {**plain, "documents_BS": _documents(*PACKED)}, {**plain, "counts_B": torch.tensor([63, 0, 40])}
+    yield Case("packed", inputs(3, 63, 1, 64, 64), packed, batched)
+    yield Case("packed, a state enters", {**inputs(3, 63, 1, 64, 64), "state_BHKV": normal(3, 1, 64, 64)}, packed, batched)
+    yield Case("63 tokens in 61 documents", inputs(1, 63, 1, 64, 64), {**plain, "documents_BS": _documents((1,) * 60 + (3,))}, batched)
+    yield Case("rows of 63, 0 and 40 tokens", {**inputs(3, 63, 1, 64, 64), "state_BHKV": normal(3, 1, 64, 64)}, short, batched)
+    tensors = {**inputs(1, 70, 1, 64, 64, decay=0.0), "k_BSHK": normal(1, 1, 1, 64).expand(1, 70, 1, 64)}
+    yield Case("equal keys, nothing decays", tensors, plain, batched)
+    yield Case("decays of up to e^-300", inputs(1, 70, 1, 64, 64, decay=100.0), plain, batched)
+    tensors = inputs(1, 70, 1, 64, 64)
+    unit = tensors["k_BSHK"] / tensors["k_BSHK"].norm(dim=-1, keepdim=True)
+    yield Case("lengths as they are, chunks of 16", {**tensors, "k_BSHK": unit}, {"scale": 0.1, "normalise": False, "chunk": 16}, batched)
+    yield Case("states computed again", inputs(1, 70, 1, 64, 64), {**plain, "recompute": True}, batched)
+
+
+def _short_conv(normal: Normal) -> Iterator[Case]:
+    batched = ("x_BSC", "state_BKC", "documents_BS", "counts_B")
+    for tokens, channels, taps in ((1, 15, 4), (15, 63, 2), (63, 300, 4)):
+        yield Case(
+            f"{tokens} tokens, {channels} channels, {taps} taps",
+            {"x_BSC": normal(2, tokens, channels), "weight_CK": normal(channels, taps)},
+            {},
+            batched,
+        )
+    tensors = {"x_BSC": normal(3, 63, 20), "weight_CK": normal(20, 4), "state_BKC": normal(3, 3, 20)}
+    yield Case("a state enters, no activation", tensors, {"activation": "none"}, batched)
+    yield Case("packed, a state enters", tensors, {"documents_BS": _documents(*PACKED)}, batched)
+    counts = {"documents_BS": _documents(*PACKED), "counts_B": torch.tensor([63, 0, 2])}
+    yield Case("packed, rows of 63, 0 and 2 tokens", tensors, counts, batched)
+    yield Case(
+        "63 tokens in 61 documents",
+        {"x_BSC": normal(1, 63, 20), "weight_CK": normal(20, 4)},
+        {"documents_BS": _documents((1,) * 60 + (3,))},
+        batched,
+    )
+
+
 _CASES: dict[str, Callable[[Normal], Iterator[Case]]] = {
     "linear": _linear,
     "scaled_linear": _scaled_linear,
@@ -299,6 +354,8 @@ _CASES: dict[str, Callable[[Normal], Iterator[Case]]] = {
     "router_sigmoid": _router_sigmoid,
     "permute": _permute,
     "combine": _combine,
+    "gated_delta_rule": _gated_delta_rule,
+    "short_conv": _short_conv,
 }
 
 
