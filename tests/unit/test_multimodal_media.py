@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import http.server
 import io
+import os
+import random
 import re
 import threading
 
@@ -153,7 +155,10 @@ def test_files_that_are_none(tmp_path):
     refused(str(empty), r"image .*empty\.png: the file is empty \(0 bytes\)")
     refused(b"", r"the file is empty")
     refused(str(tmp_path / "none.png"), r"none\.png: it cannot be read: No such file or directory")
-    refused(str(tmp_path), "it cannot be read: Is a directory")
+    refused(str(tmp_path), "it cannot be read: it is no file")
+    os.mkfifo(tmp_path / "pipe.png")
+    refused(str(tmp_path / "pipe.png"), "it cannot be read: it is no file")
+    refused("a\0.png", "it cannot be read: embedded null byte")
     refused(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "it is no image of a format that is read")
     refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "it is no image of a format that is read")
     refused(encoded(noise(40, 40)), "it has .* bytes, and reading.max_file_bytes is 100", reading=ReadingConfig(max_file_bytes=100))
@@ -188,6 +193,20 @@ def test_videos_without_frames_are_refused(tmp_path):
     refused(b"not a video", "it cannot be decoded: InvalidDataError", "video")
     listed = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
     refused(listed, "it cannot be decoded", "video")
+
+
+def test_a_damaged_video_is_nothing_but_a_medium_that_cannot_be_used():
+    whole, chance, told = video(12), random.Random(0), 0
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(chance.choice((1, 3, 20))):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        try:
+            made, slot = slot_of(bytes(data), "video")
+            made.load(slot)
+        except MediaError:
+            told += 1
+    assert told
 
 
 def test_a_video_that_ends_before_its_header_says():
@@ -240,6 +259,8 @@ def server():
                 self.end_headers()
                 return
             self.send_response(200 if self.path != "/gone" else 404)
+            if self.path == "/short":
+                self.send_header("Content-Length", "1000000")
             self.end_headers()
             if self.path == "/endless":
                 with contextlib.suppress(OSError):
@@ -267,6 +288,9 @@ def test_urls_are_refused_unless_they_are_allowed(server):
     refused(f"{server}/turned", "URL of scheme 'ftp'; only http and https are fetched", reading=allowed)
     refused("file:///etc/passwd", "URL of scheme 'file'", reading=allowed)
     refused("http://127.0.0.1:1/image.png", "it cannot be fetched", reading=allowed)
+    refused("http://[bad/image.png", "it is no URL: Invalid IPv6 URL", reading=allowed)
+    refused(f"{server}/short", r"it cannot be fetched: it ends \d+ bytes before its end", reading=allowed)
+    refused(f"{server}/a b", "it cannot be fetched: URL can't contain control characters", reading=allowed)
 
 
 # ------------------------------------------------------------ placeholders

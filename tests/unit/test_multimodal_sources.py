@@ -6,12 +6,13 @@ import base64
 import collections
 import io
 import json
+import os
 
 import chz
 import numpy
 import pytest
 import torch
-from intarsia.contracts import IGNORE, Batch, Document, Media, Message
+from intarsia.contracts import IGNORE, Batch, Document, Media, Message, ToolCall, ToolSpec
 from intarsia.errors import UsageError
 from intarsia_multimodal.config import QUESTIONS, DrawnConfig, MediaFolderConfig, MediaJsonlConfig
 from intarsia_multimodal.contracts import MediaError
@@ -54,6 +55,7 @@ def test_every_way_to_write_a_document(tmp_path):
         {"parts": [{"image": f"data:image/png;base64,{INLINE}"}, {"video": ["a.png", {"base64": INLINE}]}, {"video": "v.mp4"}]},
         {"messages": [{"role": "user", "content": [{"image": path}, "what?"]}, {"role": "assistant", "content": "that", "trained": False}]},
         {"text": "with the rest ", "videos": ["v.mp4"], "parts": None},
+        {"parts": ["all"], "images": [], "tools": None},
     )
     source = MediaJsonlSource(config)
     image, inline, movie = Media("image", path), Media("image", PNG), Media("video", str(tmp_path.resolve() / "v.mp4"))
@@ -64,6 +66,7 @@ def test_every_way_to_write_a_document(tmp_path):
         Document(parts=(inline, Media("video", (PNG, PNG)), movie)),
         Document(messages=(Message("user", (image, "what?")), Message("assistant", "that", False))),
         Document(parts=(movie, "with the rest ")),
+        Document(parts=("all",)),
     ]
 
 
@@ -100,17 +103,63 @@ def test_media_lie_below_the_roots(tmp_path):
         ({"parts": [{"image": 3}]}, UsageError, "must be a path, .* not int"),
         ({"parts": [{"image": {"base64": "%%%"}}]}, MediaError, "is not valid base64"),
         ({"parts": [{"image": "data:image/png,abc"}]}, MediaError, "only data:...;base64, is read"),
-        ({"parts": [{"video": ["none.png"]}]}, MediaError, "none.png cannot be read"),
+        ({"parts": [{"video": ["none.png"]}]}, MediaError, "none.png: it cannot be read"),
         ({"parts": [{"video": ["http://x/y.png"]}]}, MediaError, "frame is named by an URL"),
         ({"text": "\ud800"}, UsageError, "lone surrogate as its character 0"),
         ({"messages": [{"role": "user"}]}, UsageError, r"messages\[0\] must be an object with role and content"),
         ({"messages": [{"role": "user", "content": "a", "trained": 1}]}, UsageError, "trained must be true, false or absent"),
+        ({"image": "a.png", "text": "a"}, UsageError, "it has the field 'image', which is not read there, .* Did you mean 'images'"),
+        ({"images": ["a.png"], "messages": []}, UsageError, "it has the field 'images', which is not read there, .*beside `messages`"),
+        ({"videos": ["a.mp4"], "parts": []}, UsageError, "it has the field 'videos', which is not read there, .*beside `parts`"),
+        ({"messages": [{"role": "user", "content": "a", "images": ["a.png"]}]}, UsageError, r"messages\[0\] has the field 'images', which"),
+        ({"text": "a", "tools": [{"name": "f"}]}, UsageError, "it has the field 'tools', which is not read there"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": 1}]}]},
+            UsageError,
+            r"tool_calls\[0\] must have a name",
+        ),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, UsageError, r"tools\[0\] must have a name"),
+        ({"images": ["a\0.png"], "text": ""}, MediaError, r"images\[0\] names 'a.x00.png', which is no path: embedded null byte"),
+        ({"images": ["\ud800.png"], "text": ""}, MediaError, "which is no path: .*surrogates not allowed"),
+        ({"images": ["a" * 5000], "text": ""}, MediaError, r"images\[0\] names 'aaa.*, which is no path: File name too long"),
+        ({"parts": [{"video": ["b" * 300]}]}, MediaError, "which is no path: File name too long"),
+        ({"parts": [{"video": ["."]}]}, MediaError, "it cannot be read: it is no file"),
     ],
 )
 def test_records_that_are_no_documents(tmp_path, record, kind, words):
     with pytest.raises(UsageError, match=rf"data.jsonl:1: .*{words}") as found:
         first(tmp_path, record)
     assert type(found.value) is kind, "what is wrong with a medium may be skipped, what is wrong with a record may not"
+
+
+def test_lines_that_nest_too_deeply_are_no_json(tmp_path):
+    config = write(tmp_path)
+    (tmp_path / "data.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(UsageError, match=r"data.jsonl:1: not valid JSON: it is nested too deeply"):
+        MediaJsonlSource(config)[0]
+
+
+def test_conversations_have_tools_and_calls(tmp_path):
+    record = {
+        "messages": [
+            {"role": "user", "content": [{"image": "a.png"}, "Which?"]},
+            {"role": "assistant", "content": None, "tool_calls": [{"name": "zoom", "arguments": {"by": 2}}]},
+            {"role": "tool", "content": [{"image": "a.png"}]},
+        ],
+        "tools": [{"type": "function", "function": {"name": "zoom", "description": "Zooms."}}],
+    }
+    document = first(tmp_path, record)
+    assert document.messages[1] == Message("assistant", "", tool_calls=(ToolCall("call-1", "zoom", '{"by": 2}'),))
+    assert document.tools == (ToolSpec("zoom", "Zooms.", {}),)
+
+
+def test_names_that_are_not_utf_8(tmp_path):
+    name = os.fsencode(tmp_path) + b"/\xff"
+    for ending, content in ((b".png", PNG), (b".txt", b"caption")):
+        with open(name + ending, "wb") as file:
+            file.write(content)
+    source = MediaFolderSource(MediaFolderConfig(paths=(f"{tmp_path}/*.png",)))
+    assert source.fingerprint() == source.fingerprint() and source[0].parts[1] == "caption"
 
 
 def test_urls_are_left_to_the_processor(tmp_path):

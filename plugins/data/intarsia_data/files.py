@@ -41,7 +41,7 @@ def fingerprint(files: Sequence[Path], *settings: object) -> str:
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
     for file in files:
         stat = file.stat()
-        digest.update(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(file) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 

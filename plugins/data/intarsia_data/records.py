@@ -10,6 +10,16 @@ from intarsia.contracts import Document, Message, ToolCall, ToolSpec
 from intarsia.errors import UsageError, did_you_mean
 
 
+def parse_json(text: str, where: str) -> Any:
+    """The JSON value of a line. Errors: UsageError that names it by `where`. Stability: provisional."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{where}: not valid JSON: {error}.") from None
+    except RecursionError:
+        raise UsageError(f"{where}: not valid JSON: it is nested too deeply.") from None
+
+
 def to_document(record: Any, field: str, where: str, trained: str = "trained") -> Document:
     """The document in `record[field]`: a string is text, a list of {role, content} objects a conversation, a list of integers token ids.
 
@@ -32,7 +42,7 @@ def to_document(record: Any, field: str, where: str, trained: str = "trained") -
         return _token_document(value, record.get(trained), where, field, trained)
     if isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value):
         messages = tuple(_message(item, f"{where}: {field}[{number}]") for number, item in enumerate(value))
-        return Document(messages=messages, tools=_tools(record.get("tools"), where) if messages else ())
+        return Document(messages=messages, tools=to_tools(record.get("tools"), where) if messages else ())
     raise UsageError(
         f"{where}: field {field!r} holds {_kind(value)}; a document is a string, a list of objects with role and content, or a list of token ids."
     )
@@ -62,11 +72,11 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     if trained is not None and not isinstance(trained, bool):
         raise UsageError(f"{where}: 'trained' must be true, false or absent, but holds {_kind(trained)}.")
     content = _encodable(item["content"], where, "'content'")
-    return Message(role=item["role"], content=content, trained=trained, tool_calls=_tool_calls(calls, where))
+    return Message(role=item["role"], content=content, trained=trained, tool_calls=to_tool_calls(calls, where))
 
 
-def _tool_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
-    """A turn's calls of tools. Arguments are a JSON object, or its text."""
+def to_tool_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
+    """A turn's calls of tools. Arguments are a JSON object, or its text. Errors: UsageError that names the turn by `where`. Stability: provisional."""
     found = []
     for number, call in enumerate(_objects(calls, where, "tool_calls")):
         function = call.get("function", call)
@@ -78,8 +88,8 @@ def _tool_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
     return tuple(found)
 
 
-def _tools(tools: Any, where: str) -> tuple[ToolSpec, ...]:
-    """The tools that a conversation is offered."""
+def to_tools(tools: Any, where: str) -> tuple[ToolSpec, ...]:
+    """The tools that a conversation is offered. Errors: UsageError that names the record by `where`. Stability: provisional."""
     found = []
     for number, tool in enumerate(_objects(tools, where, "tools")):
         function = tool.get("function", tool)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 import sysconfig
@@ -17,7 +16,7 @@ from intarsia.errors import UsageError
 
 from intarsia_data.config import JsonlConfig, StdlibConfig, TextConfig
 from intarsia_data.files import FileRanges, decode, expand, fingerprint, split_ranges
-from intarsia_data.records import to_document
+from intarsia_data.records import parse_json, to_document
 
 
 class FilesConfig(Protocol):
@@ -86,11 +85,7 @@ class JsonlSource(FileSource):
 
     def __getitem__(self, index: int) -> Document:
         text, where = self._text(index, "{file}:{line}")
-        try:
-            record = json.loads(text)
-        except ValueError as error:
-            raise UsageError(f"{where}: not valid JSON: {error}.") from None
-        return to_document(record, self._fields[0], where, self._fields[1])
+        return to_document(parse_json(text, where), self._fields[0], where, self._fields[1])
 
 
 class StdlibSource:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib
 import io
 import os
+import stat
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -45,8 +46,8 @@ def is_url(data: object) -> bool:
 
 def describe(media: Media) -> str:
     """A medium in messages: what it is, and its path or URL, or how large it is."""
-    if isinstance(media.data, str):
-        return f"{media.kind} {media.data}"
+    if isinstance(media.data, str):  # a file's name need not be UTF-8
+        return f"{media.kind} {media.data.encode('utf-8', 'backslashreplace').decode()}"
     if isinstance(media.data, bytes):
         return f"{media.kind} of {len(media.data)} bytes"
     return f"{media.kind} of {len(media.data)} given frames"
@@ -63,9 +64,11 @@ def opened(data: bytes | str, reading: ReadingConfig) -> Iterator[IO[bytes]]:
             yield file
         return
     try:
+        if not stat.S_ISREG(os.stat(data).st_mode):  # to open a pipe would be to wait for who writes into it
+            raise MediaError("it cannot be read: it is no file")
         stream = open(data, "rb")  # noqa: SIM115 - closed below, apart from the errors of opening
-    except OSError as error:
-        raise MediaError(f"it cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        raise MediaError(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from error
     with stream:
         check_bytes(os.fstat(stream.fileno()).st_size, reading)
         yield stream
@@ -98,14 +101,19 @@ def fetch(url: str, reading: ReadingConfig) -> bytes:
                     raise MediaError(f"it gives more than reading.max_file_bytes={reading.max_file_bytes} bytes")
                 if time.monotonic() > until:
                     raise MediaError(f"it took more than reading.url_timeout_s={reading.url_timeout_s:g} seconds ({size} bytes so far)")
-    except (OSError, ValueError, urllib.error.URLError) as error:
+            if getattr(answer, "length", None):  # of what was announced, read1 does not say so
+                raise MediaError(f"it cannot be fetched: it ends {answer.length} bytes before its end")
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise MediaError(f"it cannot be fetched: {error}") from error
     return b"".join(parts)
 
 
 def check_scheme(url: str) -> None:
     """MediaError for anything but http and https."""
-    scheme = urllib.parse.urlsplit(url).scheme
+    try:
+        scheme = urllib.parse.urlsplit(url).scheme
+    except ValueError as error:
+        raise MediaError(f"it is no URL: {error}") from error
     if scheme not in ("http", "https"):
         raise MediaError(f"it is named by an URL of scheme {scheme!r}; only http and https are fetched")
 

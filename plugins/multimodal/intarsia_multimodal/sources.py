@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,16 +12,20 @@ from typing import Any
 from intarsia.contracts import Document, Media, Message, Parts
 from intarsia.errors import UsageError, did_you_mean
 from intarsia_data.files import decode, expand, fingerprint
+from intarsia_data.records import parse_json, to_tool_calls, to_tools
 from intarsia_data.sources import FileSource
 
-from intarsia_multimodal.config import MediaFolderConfig, MediaJsonlConfig
+from intarsia_multimodal.config import MediaFolderConfig, MediaJsonlConfig, ReadingConfig
 from intarsia_multimodal.contracts import MediaError
-from intarsia_multimodal.media import is_url
+from intarsia_multimodal.media import is_url, opened
 
 KINDS = ("image", "video")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".ogv")
 FIELDS = ("text", "parts", "messages")
+BESIDE = ("image", "images", "video", "videos", "tools")
+READ_BESIDE = {"text": ("images", "videos"), "messages": ("tools",)}
+"""Of these fields, which are read beside each of FIELDS."""
 
 
 class MediaJsonlSource(FileSource):
@@ -31,6 +34,8 @@ class MediaJsonlSource(FileSource):
     * `text`, a string, before which the object's `images` and `videos`, if it has them, stand;
     * `parts`, strings and media in turns;
     * `messages`, a list of `{"role": ..., "content": ...}` whose content is a string or parts.
+
+    A conversation may have `tools`, and its turns `tool_calls`, as `intarsia_data.records.to_document` reads them.
 
     A medium is `{"image": REFERENCE}` or `{"video": REFERENCE}`, the reference being a path, `data:...;base64,...`, `{"base64": ...}`, or, for a video, a list of frames'
     references. A part `{"text": ...}`, with or without `"type"`, is the same as its string. Text is text: what looks like a special token in it is none.
@@ -45,10 +50,7 @@ class MediaJsonlSource(FileSource):
 
     def __getitem__(self, index: int) -> Document:
         text, where = self._text(index, "{file}:{line}")
-        try:
-            record = json.loads(text)
-        except ValueError as error:
-            raise UsageError(f"{where}: not valid JSON: {error}.") from None
+        record = parse_json(text, where)
         if not isinstance(record, Mapping):
             raise UsageError(f"{where}: expected an object with named fields, found {type(record).__name__}.")
         return _Reader(where, [self.file_of(index).resolve().parent, *self._roots]).document(record)
@@ -66,9 +68,11 @@ class _Reader:
         if len(given) != 1:
             found = f"has {' and '.join(given)}" if given else f"has {', '.join(map(repr, record)) or 'no field'}"
             raise UsageError(f"{self._where}: a document has one of the fields {', '.join(FIELDS)}; this one {found}.")
+        self._check_fields(record, given[0], "it")
         if given == ["messages"]:
             messages = self._list(record["messages"], "messages")
-            return Document(messages=tuple(self._message(item, f"messages[{number}]") for number, item in enumerate(messages)))
+            turns = tuple(self._message(item, f"messages[{number}]") for number, item in enumerate(messages))
+            return Document(messages=turns, tools=to_tools(record.get("tools"), self._where) if turns else ())
         if given == ["parts"]:
             return Document(parts=self._parts(record["parts"], "parts"))
         media = [
@@ -78,14 +82,25 @@ class _Reader:
         ]
         return Document(parts=(*media, self._text(record["text"], "text")))
 
+    def _check_fields(self, record: Mapping[str, Any], field: str, what: str) -> None:
+        """UsageError for a field that would say something elsewhere: what it holds must not be lost in silence."""
+        unread = [name for name in BESIDE if record.get(name) and name not in READ_BESIDE.get(field, ())]
+        if unread:
+            hint = did_you_mean(unread[0], READ_BESIDE["text"]) if field == "text" else "Give media as parts, where they stand."
+            raise UsageError(f"{self._where}: {what} has the field {unread[0]!r}, which is not read there, beside `{field}`. {hint}")
+
     def _message(self, item: Any, field: str) -> Message:
         if not isinstance(item, Mapping) or not isinstance(item.get("role"), str) or "content" not in item:
             raise UsageError(f"{self._where}: {field} must be an object with role and content.")
+        self._check_fields(item, "content", field)
+        calls = to_tool_calls(item.get("tool_calls"), f"{self._where}: {field}")
         trained, content = item.get("trained"), item["content"]
+        if calls and content is None:  # what is nothing but calls is often written so
+            content = ""
         if trained is not None and not isinstance(trained, bool):
             raise UsageError(f"{self._where}: {field}.trained must be true, false or absent.")
         held = self._text(content, f"{field}.content") if isinstance(content, str) else self._parts(content, f"{field}.content")
-        return Message(item["role"], held, trained)
+        return Message(item["role"], held, trained, calls)
 
     def _parts(self, value: Any, field: str) -> Parts:
         return tuple(self._part(item, f"{field}[{number}]") for number, item in enumerate(self._list(value, field)))
@@ -135,13 +150,18 @@ class _Reader:
 
     def _path(self, reference: str, field: str) -> str:
         """The file that a path names, which must lie in one of the roots, links followed."""
-        found = [Path(os.path.realpath(root / reference)) for root in self._roots]
-        inside = [path for path in found if any(path.is_relative_to(root) for root in self._roots)]
+        try:
+            found = [Path(os.path.realpath(root / reference)) for root in self._roots]
+            inside = [path for path in found if any(path.is_relative_to(root) for root in self._roots)]
+            there = next((path for path in inside if path.is_file()), None)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise MediaError(f"{self._where}: {field} names {reference!r:.100}, which is no path: {reason}") from error
         if not inside:
             raise MediaError(
                 f"{self._where}: {field} names {reference}, which lies outside {', '.join(map(str, self._roots))}. Name its folder in roots to allow it"
             )
-        return str(next((path for path in inside if path.is_file()), inside[0]))
+        return str(there or inside[0])
 
     def _content(self, reference: bytes | str) -> bytes:
         """A frame's content: a video that is given as frames holds them."""
@@ -150,9 +170,10 @@ class _Reader:
         if is_url(reference):
             raise MediaError(f"{self._where}: a video's frame is named by an URL, {reference}; give frames as files or base64")
         try:
-            return Path(reference).read_bytes()
-        except OSError as error:
-            raise MediaError(f"{self._where}: {reference} cannot be read: {error.strerror or error}") from error
+            with opened(reference, ReadingConfig()) as file:
+                return file.read()
+        except MediaError as error:
+            raise MediaError(f"{self._where}: {reference}: {error}") from error
 
     def _list(self, value: Any, field: str) -> list[Any]:
         if not isinstance(value, list):

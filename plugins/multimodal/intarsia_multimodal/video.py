@@ -42,7 +42,10 @@ def opened_video(data: bytes | str, reading: ReadingConfig) -> Iterator[tuple[An
             with av.open(file, options={"format_whitelist": CONTAINERS, "protocol_whitelist": ""}) as container:
                 if not container.streams.video:
                     raise MediaError("it has no video stream")
-                yield container, container.streams.video[0]
+                stream = container.streams.video[0]
+                if stream.codec_context is None:
+                    raise MediaError("there is no decoder for its codec")
+                yield container, stream
         except (av.FFmpegError, ValueError, EOFError) as error:
             raise MediaError(f"it cannot be decoded: {type(error).__name__}: {error}") from error
 
