@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -25,10 +26,11 @@ from intarsia_generation.engine.build import assembled, build
 from intarsia_generation.engine.config import LocalConfig
 from intarsia_generation.engine.engine import Engine
 from intarsia_generation.engine.follower import serve
+from intarsia_generation.engine.generator import LocalGenerator
 from intarsia_generation.engine.ranks import Team
 from intarsia_generation.engine.request import Job
 from intarsia_generation.engine.tensor import Parts
-from intarsia_rl.contracts import Generated, GeneratorContext, Request, Sampling, WeightVersion
+from intarsia_rl.contracts import Generated, GeneratorContext, GeneratorFacts, Request, Sampling, WeightVersion
 from intarsia_rl.invariant.check import problems
 from intarsia_rl.weights.build import build_model
 from intarsia_rl.weights.config import SharedMemoryConfig, SocketConfig
@@ -145,6 +147,33 @@ def same_as(whole: dict[str, Tensor], model: nn.Module, parts: Parts) -> int:
         (part,) = parts.holds.get(name, (None,))
         assert torch.equal(tensor, whole[name] if part is None else whole[name][slices(part.box)]), name
     return len(parts.holds)
+
+
+def test_an_idle_generator_tells_the_others_that_it_lives() -> None:
+    """Else their wait would end in an error; it serves afterwards."""
+    recipe = recipe_named("softmax")
+
+    def work(engine: Engine) -> tuple[int, int]:
+        told: list[str] = []
+        team = engine.team
+        assert team is not None
+        team.beat_s, tell = 0.02, team._tell
+        team._tell = lambda message: (told.append(message["do"]), tell(message))[1]  # type: ignore[method-assign]
+        generator = LocalGenerator(engine, GeneratorFacts("local", 264, 64, 4))
+
+        async def run() -> int:
+            await asyncio.sleep(0.5)
+            return len((await generator.generate(Request("one", (5, 6), Sampling(4)))).tokens)
+
+        async def whole() -> int:
+            count = await run()
+            await generator.close()
+            return count
+
+        return asyncio.run(whole()), told.count("wait")
+
+    tokens, beats = run_ranks(2, functools.partial(together, recipe, chz.replace(SMALL, tensor=2), work))[0]
+    assert tokens == 4 and beats > 2
 
 
 # ---------------------------------------------------------------- weights

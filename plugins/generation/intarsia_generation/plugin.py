@@ -30,6 +30,6 @@ def offer_generators() -> Sequence[Entry]:
             name="local",
             config="intarsia_generation.engine.config:LocalConfig",
             target="intarsia_generation.engine.build:build",
-            doc="The embedded generator: paged caches, continuous batching, prefix cache. CPU or GPU; needs nothing else.",
+            doc="The embedded generator: paged caches, continuous batching, prefix cache. On a CPU or GPU, or cut over several; needs nothing else.",
         )
     ]

@@ -55,14 +55,14 @@ def follow(given: dict[str, Any]) -> None:
     from intarsia_rl.processes.plain import config_of, recipe_of
 
     from intarsia_generation.engine.build import device_of
-    from intarsia_generation.engine.ranks import HOST
+    from intarsia_generation.engine.ranks import HOST, WAIT_S
 
     verify_child()
     plugins = current()
     config = config_of(given["config"], plugins)
     context = GeneratorContext(recipe_of(given["recipe"], plugins), plugins, False, given["initial"], given["index"])
     store = dist.TCPStore(HOST, given["port"], config.tensor, is_master=False, wait_for_workers=False)
-    world = init_world(device_of(config, given["index"], int(os.environ["RANK"])), store=store)
+    world = init_world(device_of(config, given["index"], int(os.environ["RANK"])), WAIT_S, store=store)
     serve(config, context, world)
     world.close()
 

@@ -34,7 +34,10 @@ from intarsia_generation.engine.context import Piece
 from intarsia_generation.engine.tensor import Parts
 
 BEAT_S = 60.0
-"""The first rank says that it lives when it has been idle for so long: a collective waits for ten times as long."""
+"""The first rank says that it lives when it has been idle for so long."""
+
+WAIT_S = 10 * BEAT_S
+"""How long a collective waits for the others."""
 
 CLOSE_S = 10.0
 """How long the others may take to end."""
@@ -53,6 +56,7 @@ class Team:
     def __init__(self, world: Communicator, parts: Parts, children: _Children | None = None) -> None:
         self.world, self.parts = world, parts
         self._children = children
+        self._closed = False
         # By place: the list of blocks that the others know of, and how many of it.
         self._known: dict[int, tuple[list[int], int]] = {}
 
@@ -68,7 +72,7 @@ class Team:
         try:
             children.start(config, context)
             with _as_rank(0, config.tensor):
-                world = init_world(device, store=store)
+                world = init_world(device, WAIT_S, store=store)
             try:
                 return cls(world, Parts(world, config.experts), children)
             except BaseException:
@@ -126,7 +130,10 @@ class Team:
         end_process(f"{text}A generator of {self.world.size} ranks ends where one of them fails: the others stand elsewhere than it does.")
 
     def close(self) -> None:
-        """Send the others home, and leave the group."""
+        """Send the others home, and leave the group. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
         if self._children is not None:
             self._children.expected = True
         with contextlib.suppress(Exception):  # one that died now is no matter
