@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from intarsia_testing.parity import ParityTests
 
+pytestmark = pytest.mark.parity
+
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500000.0},
     # 64 original positions make all three bands of frequencies occur at head dim 16.
