@@ -116,6 +116,22 @@ def test_the_inside_is_float32(dtype: torch.dtype) -> None:
     assert (after - state).abs().max() < 1e-6 * state.abs().max()
 
 
+@pytest.mark.parametrize("form", ["chunked", "recurrent"])
+def test_what_stands_behind_a_rows_count_says_nothing_whatever_it_is(form: str) -> None:
+    """NaN in padding, as attention over nothing leaves it, reaches neither the state nor real tokens, nor any gradient."""
+    real = torch.arange(TOKENS) < COUNTS[:, None]
+    padded = [x.masked_fill(~real.view(ROWS, TOKENS, *[1] * (x.ndim - 2)), float("nan")) for x in inputs()]
+    state = drawn(ROWS, HEADS, KEYS, VALUES, seed=8)
+    y, after = gated_delta_rule(*padded, state, None, COUNTS, **SETTINGS, form=form)
+    assert torch.equal(after[2], state[2]) and bool(after.isfinite().all()) and bool(y[real].isfinite().all())
+    expected = gradients(inputs(), state, DOCUMENTS, COUNTS, form=form)
+    leaves = [x.requires_grad_() for x in padded]
+    y, after = gated_delta_rule(*leaves, state, DOCUMENTS, COUNTS, **SETTINGS, form=form)
+    ((y * drawn(*y.shape, seed=6))[real].sum() + (after * drawn(*after.shape, seed=7)).sum()).backward()
+    for one, other in zip([after, *(x.grad for x in leaves)], expected[1:], strict=False):
+        torch.testing.assert_close(one, other, atol=1e-11, rtol=0)
+
+
 def test_nothing_and_nobody_are_ordinary() -> None:
     state, past = drawn(ROWS, HEADS, KEYS, VALUES), drawn(ROWS, 3, 6)
     given = [x[:, :0].requires_grad_() for x in inputs()]

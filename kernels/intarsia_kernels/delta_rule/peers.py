@@ -45,7 +45,8 @@ def _by_documents(
     if real_BS is not None:
         q, k, v, decay, beta = inputs
         hidden_BS1 = ~real_BS[..., None]
-        inputs = (q, k.masked_fill(hidden_BS1[..., None], 0.0), v, decay.masked_fill(hidden_BS1, 0.0), beta.masked_fill(hidden_BS1, 0.0))
+        q, k, v = (x.masked_fill(hidden_BS1[..., None], 0.0) for x in (q, k, v))
+        inputs = (q, k, v, decay.masked_fill(hidden_BS1, 0.0), beta.masked_fill(hidden_BS1, 0.0))
     offsets, until_B = _offsets(documents_BS, counts_B, rows, tokens, inputs[0].device)
     state_NHKV = None
     if state_BHKV is not None:

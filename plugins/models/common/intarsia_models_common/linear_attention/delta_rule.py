@@ -100,15 +100,16 @@ class _Settings:
 def _prepared(
     settings: _Settings, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, decay_BSH: Tensor, beta_BSH: Tensor, real_BS: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The inputs in the wide dtype, normalised and scaled; tokens that are not real write nothing and forget nothing."""
+    """The inputs in the wide dtype, normalised and scaled; tokens that are not real write nothing and forget nothing, whatever stands there."""
     dtype = wide(v_BSHV.dtype)
     q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH = (x.to(dtype) for x in (q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH))
+    if real_BS is not None:
+        # Values and queries as well, which a share of 0 would do for but where they are not finite.
+        hidden_BS1 = ~real_BS[..., None]
+        q_BSHK, k_BSHK, v_BSHV = (x.masked_fill(hidden_BS1[..., None], 0.0) for x in (q_BSHK, k_BSHK, v_BSHV))
+        decay_BSH, beta_BSH = decay_BSH.masked_fill(hidden_BS1, 0.0), beta_BSH.masked_fill(hidden_BS1, 0.0)
     if settings.normalise:
         q_BSHK, k_BSHK = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS) for x in (q_BSHK, k_BSHK))
-    if real_BS is not None:
-        hidden_BS1 = ~real_BS[..., None]
-        k_BSHK = k_BSHK.masked_fill(hidden_BS1[..., None], 0.0)
-        decay_BSH, beta_BSH = decay_BSH.masked_fill(hidden_BS1, 0.0), beta_BSH.masked_fill(hidden_BS1, 0.0)
     return q_BSHK * settings.scale, k_BSHK, v_BSHV, decay_BSH, beta_BSH
 
 
