@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ from intarsia.plugins import current
 from intarsia_data.config import ByteTokenizerConfig, StdlibConfig
 from intarsia_llama3.recipes import debug
 from intarsia_multimodal import hooks, wire
-from intarsia_multimodal.config import DrawnConfig, MediaJsonlConfig, MultimodalConfig
+from intarsia_multimodal.config import DrawnConfig, MediaJsonlConfig, MultimodalConfig, ReadingConfig
 from intarsia_multimodal.contracts import MediaError
 from intarsia_multimodal.loader import MultimodalLoader, check_model
 from intarsia_multimodal.patches import PatchProcessor
@@ -171,6 +172,27 @@ def test_a_batch_holds_what_the_processor_makes_of_its_documents(tmp_path):
     assert not media_ids & set(first.labels_BS.flatten().tolist()), "no token of a medium is trained on"
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda visual: numpy.where(visual == 2, -1, visual), "has 15 tokens in whose places visual features stand, and 16 features"),
+        (lambda visual: numpy.where(visual >= 0, visual.max() - visual, visual), "must count the 16 features in the order of tokens"),
+    ],
+)
+def test_places_of_features_are_checked_before_they_reach_a_device(tmp_path, change, words):
+    loader = build(recipe(data={"shuffle": False}, global_batch=2), Doubles(Listed([document(n) for n in range(6)])), tmp_path)
+    make, done = loader._maker.rows.make, []
+
+    def changed(pieces):
+        row = make(pieces)
+        done.append(row)
+        return row if len(done) > 1 else dataclasses.replace(row, visual_S=change(row.visual_S))
+
+    loader._maker.rows.make = changed
+    with pytest.raises(PluginError, match=words):
+        loader.next_step()
+
+
 def test_a_batch_without_any_image_has_no_patches_and_says_so_alike(tmp_path):
     (batch,) = build(recipe(global_batch=1), Doubles(Listed([Document(text="text")])), tmp_path).next_step()
     assert batch.extra["patches_NC"].shape == (0, 96) and batch.extra["patches_NC"].dtype == torch.float32 and batch.extra["grids"] == ()
@@ -271,8 +293,47 @@ def test_media_that_cannot_be_prepared_stop_or_are_left_out_and_named(tmp_path, 
     (facts,) = loader.facts()["sources"]
     assert (loader.facts()["bad_media"], facts["documents"]) == (2, 2)
     assert [words.partition(":")[0] for words in facts["bad_media_first"]] == ["document 1", "document 3"]
-    with pytest.raises(MediaError, match=r"document 1 .*1 more documents have such media"):
-        build(recipe(), Doubles(Listed(documents)), tmp_path)
+
+
+def test_what_is_mended_or_allowed_is_looked_at_again(tmp_path):
+    path, plugins = tmp_path / "a.png", Doubles(Listed([document(0), Document(parts=("001", Media("image", str(tmp_path / "a.png"))))]))
+    skipping = {"bad_media": "skip"}
+    assert build(recipe(loader=skipping), plugins, tmp_path).facts()["bad_media"] == 1
+    path.write_bytes(encoded(smooth(16, 16)))
+    assert build(recipe(), plugins, tmp_path).facts()["documents"] == 2, "a run that stops at bad media looks at all of them"
+    narrow = chz.replace(SMALL, reading=ReadingConfig(max_source_pixels=100))
+    assert (
+        build(
+            recipe(loader={"processor": chz.replace(narrow, patch=2), **skipping}),
+            Doubles(Listed([document(0), Document(text="t")])),
+            tmp_path,
+        ).facts()["bad_media"]
+        == 1
+    )
+    wide = chz.replace(SMALL, patch=2)
+    assert (
+        build(recipe(loader={"processor": wide, **skipping}), Doubles(Listed([document(0), Document(text="t")])), tmp_path).facts()[
+            "bad_media"
+        ]
+        == 0
+    )
+
+
+def test_a_kept_index_says_where_it_is_when_media_have_changed(tmp_path, caplog):
+    plugins = Doubles(Listed([document(0), Document(parts=("001", Media("image", str(tmp_path / "a.png"))))]))
+    with caplog.at_level("WARNING"):
+        build(recipe(loader={"bad_media": "skip"}), plugins, tmp_path)
+    (folder,) = (tmp_path / "cache").glob("*/facts.json")
+    assert f"Where they have been mended since, remove {folder.parent}" in caplog.text
+
+
+def test_a_source_with_nothing_but_bad_media_says_what_is_wrong(tmp_path):
+    documents = [Document(parts=(Media("image", b"x"),))] * 3
+    with pytest.raises(
+        UsageError,
+        match=r"none of its 3 documents is left: all have media that cannot be used, the first, document 0: image of 1 bytes: it is no image",
+    ):
+        build(recipe(loader={"bad_media": "skip"}), Doubles(Listed(documents)), tmp_path)
 
 
 def test_media_that_cannot_be_decoded_become_padding_of_the_same_length(tmp_path):
@@ -316,7 +377,8 @@ def test_data_that_changes_under_a_run_is_found(tmp_path):
     loader = build(recipe(), Doubles(source), tmp_path)
     source.documents = [Document(text="another"), Document(text="other")]
     with pytest.raises(
-        PluginError, match=r"document \d cannot be read: it has \d+ tokens and 0 patches, and had 11 and 16 when the order was made"
+        PluginError,
+        match=r"document \d cannot be read: it has \d+ tokens and 0 patches, and had 11 and 16 when its index was made.* touch .* data.cache",
     ):
         loader.next_step()
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy
 import torch
 from intarsia.contracts import Batch
+from intarsia_models_common.vision.base import check_order
 
 from intarsia_multimodal.making import Row
 
 
-def stack(rows: Sequence[Row], samples: Sequence[int]) -> Batch:
+def stack(rows: Sequence[Row], samples: Sequence[int], merge: int) -> Batch:
     """The rows as one Batch. `extra` holds `positions_3BS`, `visual_BS` (numbers of features, counted over the batch), `patches_NC`, `grids`, `bytes` where they are known, and
-    `bad_media`, what is wrong with documents that are padding instead."""
+    `bad_media`, what is wrong with documents that are padding instead. `merge` patches on a side make one feature.
+
+    Errors: PluginError unless the rows have a place for each feature of their grids, in order. It is looked at here, on the host: a model does not wait for a device to do so.
+    """
     size = len(rows[0].tokens_S)
     positions = numpy.empty((len(rows), size), numpy.int64)
     documents = numpy.empty((len(rows), size), numpy.int32)
@@ -27,11 +32,13 @@ def stack(rows: Sequence[Row], samples: Sequence[int]) -> Batch:
         seen = row.visual_S >= 0
         visual[number] = numpy.where(seen, row.visual_S + features, -1)
         features += int(seen.sum())
+    places_BS, grids = torch.from_numpy(visual), tuple(grid for row in rows for grid in row.grids)
+    check_order(places_BS[places_BS >= 0], sum(math.prod(grid) for grid in grids) // merge**2)
     extra: dict[str, Any] = {
         "positions_3BS": torch.from_numpy(numpy.stack([row.positions_3S for row in rows], axis=1)),
-        "visual_BS": torch.from_numpy(visual),
+        "visual_BS": places_BS,
         "patches_NC": torch.from_numpy(numpy.concatenate([row.patches_NC for row in rows])),
-        "grids": tuple(grid for row in rows for grid in row.grids),
+        "grids": grids,
         "bad_media": tuple(what for row in rows for what in row.bad),
     }
     sizes = [row.bytes for row in rows if row.bytes is not None]

@@ -41,6 +41,7 @@ class MediaIndex:
     """An opened index. Arrays are read-only, on the files: `lengths` and `document_bytes` [documents], `offsets` [documents + 1], `media` [media, 3]."""
 
     def __init__(self, folder: Path):
+        self.folder = folder
         self.facts = json.loads((folder / "facts.json").read_text())
         self.documents, self.digest = self.facts["documents"], self.facts["digest"]
         self.lengths = mapped(folder / "lengths.bin", "int64", self.documents)
@@ -48,6 +49,10 @@ class MediaIndex:
         self.offsets = mapped(folder / "offsets.bin", "int64", self.documents + 1)
         self.media = mapped(folder / "media.bin", "int64", 3 * self.facts["media"]).reshape(-1, 3)
         self.bad: list[tuple[int, str]] = [(number, reason) for number, reason in json.loads((folder / "bad.json").read_text())]
+
+    def mended(self) -> str:
+        """What is to be done where bad media have been mended: they are not looked at again, so that all ranks and all resumed runs leave the same documents out."""
+        return f"Where they have been mended since, remove {self.folder} to have them looked at again."
 
     def patches(self) -> numpy.ndarray:
         """Patches of each document, int64."""
@@ -57,9 +62,10 @@ class MediaIndex:
 
 def open_index(
     source: DataSource, tokenizer: Tokenizer, processor: Processor, name: str, cache: Path, bad_media: str,
-    prepare: Callable[[list[range]], Iterable[list[Record]]] | None = None,
+    prepare: Callable[[list[range]], Iterable[list[Record]]] | None = None, limits: str = "",
 ) -> MediaIndex:  # fmt: skip
     """The index of `source` under `cache`, built if need be. `prepare` gives the records of ranges of documents, in order; none: this process makes them.
+    An index belongs to the policy `bad_media` and to the `limits` of what may be read, too, since both decide what is in it.
 
     Errors: MediaError for a medium that cannot be used, with `bad_media` "stop"; UsageError for documents that are wrong.
     """
@@ -72,6 +78,8 @@ def open_index(
         tokenizer.vocab_size,
         type(processor).__qualname__,
         processor.fingerprint(),
+        bad_media,
+        limits,
     ]
 
     def build(folder: Path) -> None:
@@ -79,11 +87,7 @@ def open_index(
         found = prepare(ranges) if prepare else (records_of(source, processor, name, each, bad_media) for each in ranges)
         write(folder, name, len(source), found)
 
-    index = open_kept(cache, json.dumps(key), build, MediaIndex, name)
-    if index.bad and bad_media == "stop":  # built by a run that leaves them out
-        number, reason = index.bad[0]
-        raise stop(name, number, reason, more=len(index.bad) - 1)
-    return index
+    return open_kept(cache, json.dumps(key), build, MediaIndex, name)
 
 
 def write(folder: Path, name: str, count: int, found: Iterable[list[Record]]) -> None:
@@ -148,11 +152,10 @@ def told(name: str, number: int, failure: str) -> Iterator[None]:
         raise PluginError(f"{name}: document {number} {failure}: {type(error).__name__}: {error}") from error
 
 
-def stop(name: str, number: int, reason: str, more: int = 0) -> MediaError:
+def stop(name: str, number: int, reason: str) -> MediaError:
     """The error of the policy "stop"."""
-    others = f" {more} more documents have such media." if more else ""
     return MediaError(
-        f"{name}: document {number} has a medium that cannot be used: {reason}.{others} Mend or leave out the document, or set data.loader.bad_media=skip to leave out all "
+        f"{name}: document {number} has a medium that cannot be used: {reason}. Mend or leave out the document, or set data.loader.bad_media=skip to leave out all "
         "such documents, counted and named."
     )
 

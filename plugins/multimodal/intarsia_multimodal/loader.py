@@ -83,7 +83,14 @@ class MultimodalLoader(StepLoader):
         maker, workers = self._maker, self._config.workers
         prepare = (lambda ranges: self._prepared(number, ranges)) if workers else None
         return open_index(
-            maker.sources[number], maker.tokenizer, maker.processor, maker.found.names[number], maker.found.cache, maker.bad_media, prepare
+            maker.sources[number],
+            maker.tokenizer,
+            maker.processor,
+            maker.found.names[number],
+            maker.found.cache,
+            maker.bad_media,
+            prepare,
+            limits=repr(getattr(maker.processor_settings, "reading", None)),
         )
 
     def _prepared(self, number: int, ranges: Iterable[range]) -> Iterator[list[Record]]:
@@ -100,6 +107,11 @@ class MultimodalLoader(StepLoader):
     def _stream(self, number: int, train: bool) -> RowStream:
         """The rows of source `number` in this split."""
         recipe, data, name = self._recipe, self._recipe.data, self._maker.found.names[number]
+        index = self._indices[number]
+        if len(index.bad) == index.documents:
+            raise UsageError(
+                f"{name}: none of its {index.documents} documents is left: all have media that cannot be used, the first, document {index.bad[0][0]}: {index.bad[0][1]}. {index.mended()}"
+            )
         kept, left_out = split(self._indices[number].lengths, 0.0 if data.evaluation else data.held_out, name)
         documents = kept if train or data.evaluation else left_out
         return RowStream(
@@ -119,10 +131,11 @@ class MultimodalLoader(StepLoader):
         for name, index, count in zip(self.names, self._indices, self._too_long, strict=True):
             if index.bad:
                 log.warning(
-                    "%s: %d documents have media that cannot be used and are left out; the first: document %d: %s",
+                    "%s: %d documents have media that cannot be used and are left out; the first: document %d: %s. %s",
                     name,
                     len(index.bad),
                     *index.bad[0],
+                    index.mended(),
                 )
             if count:
                 done = "cut" if self._config.too_long == "truncate" else "left out"
@@ -134,7 +147,7 @@ class MultimodalLoader(StepLoader):
         """See StepLoader."""
         rows = iter(self._rows([self._pieces(sample) for each in samples for sample in each]))
         empty = padding_row(self._row, self.pad_id, self.processor.patch_values, self._maker.byte_lengths is not None)
-        return [stack([next(rows) for _ in each] or [empty], list(each) or [-1]) for each in samples]
+        return [stack([next(rows) for _ in each] or [empty], list(each) or [-1], self.processor.merge) for each in samples]
 
     def _pieces(self, sample: int) -> list[Piece]:
         """What the row of one global sample is made of."""

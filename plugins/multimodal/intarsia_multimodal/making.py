@@ -95,7 +95,7 @@ class RowMaker:
             found = len(prepared.tokens_N), sum(slot.patches for slot in prepared.media)
             if found != (piece.length, piece.patches):
                 raise PluginError(
-                    f"it has {found[0]} tokens and {found[1]} patches, and had {piece.length} and {piece.patches} when the order was made: the data has changed while the run went on"
+                    f"it has {found[0]} tokens and {found[1]} patches, and had {piece.length} and {piece.patches} when its index was made: the data has changed since. Where a file that it names was replaced, touch the source's own files, or remove its folder in data.cache, and begin a new run"
                 )
             loaded = [self.processor.load(slot) for slot in prepared.media]
         for slot, patches in zip(prepared.media, loaded, strict=True):

@@ -26,7 +26,7 @@ class Maker:
     def __init__(self, recipe: Recipe, plugins: Any, directory: Path, split: str):
         self.found = Parts.of(recipe, plugins, directory, split)
         settings: Any = recipe.data.loader
-        self.bad_media = settings.bad_media
+        self.bad_media, self.processor_settings = settings.bad_media, settings.processor
         self.tokenizer = plugins.build(recipe.data.tokenizer)
         self.processor = plugins.build(settings.processor, self.tokenizer)
         self.sources = [plugins.build(part.source) for part in self.found.parts]
