@@ -176,19 +176,18 @@ def check_separate() -> None:
 def check_halves() -> None:
     """16-bit inputs: within the declared bounds on every case of the kit, bfloat16 included, which the kit does not ask of the interpreter."""
     import torch
+    from intarsia import ops
     from intarsia_kernels.delta_rule import plugin, rule, short_conv
     from intarsia_testing.kernel import run
     from intarsia_testing.kernel_cases import cases
 
     bounds = {entry.name: entry.bounds for entry in plugin.offer_kernels()}
     for op, function in (("gated_delta_rule", rule.gated_delta_rule), ("short_conv", short_conv.short_conv)):
-        from intarsia import ops
-
         for dtype in (torch.bfloat16, torch.float16):
             for case in cases(op):
                 arguments = case.arguments(dtype, "cpu")
                 if function.supports(**arguments) is None:
-                    exact = run(ops.find(op).reference, case.arguments(torch.float64, "cpu", dtype), op)
+                    exact = run(ops.operators()[op].reference, case.arguments(torch.float64, "cpu", dtype), op)
                     bound = bounds[f"{op}/triton"][f"*@{str(dtype).removeprefix('torch.')}"]
                     compare(run(function, arguments, op), exact, bound, (case.label, dtype))
 
