@@ -193,3 +193,41 @@ def test_prediction_ahead_goes_before_another_base():
         model = Both(deepseek.debug())
     assert model.stage_modules() == (("tok_embeddings", "eyes"), ("norm", "head", "following_embeddings"))
     assert model.regions().blocks[-1] == "mtp.0" and model.regions().stages == tuple(f"layers.{i}" for i in range(4))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "texts"),
+    [
+        # transformers 5 reads rope_scaling alone where both are there; older ones, and we before, the other: neither is what somebody meant.
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            ("rope_scaling", "rope_parameters", "yarn", "default"),
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0},
+                "rope_scaling": {"type": "linear", "factor": 4.0},
+            },
+            ("factor", "4.0", "2.0"),
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, ("rope_parameters", "full_attention")),
+        ({"rope_scaling": "yarn"}, ("rope_scaling", "'yarn'")),
+    ],
+)
+def test_rotary_settings_that_contradict_each_other_or_have_another_form_are_refused(theirs, texts):
+    with pytest.raises(UsageError) as error:
+        rope_from(theirs)
+    assert all(text in str(error.value) for text in texts), str(error.value)
+
+
+@pytest.mark.parametrize("scaling", ["none", "linear", "yarn"])
+def test_both_spellings_that_agree_are_read(scaling):
+    ours = RopeConfig(theta=1e6, scaling=scaling, factor=1.0 if scaling == "none" else 4.0)
+    theirs = rope_to(ours)
+    assert rope_from(theirs) == ours
+    if theirs["rope_scaling"]:
+        theirs["rope_scaling"]["type"] = theirs["rope_scaling"].pop("rope_type")
+        assert rope_from(theirs) == ours

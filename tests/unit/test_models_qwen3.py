@@ -159,6 +159,47 @@ def test_every_second_layer_may_have_experts():
     assert back["mlp_only_layers"] == [0, 2, 3] and back["intermediate_size"] == 40 and config_to_ours(back) == ours
 
 
+def test_what_their_classes_take_for_absent_fields():
+    """`Qwen3MoeConfig` has no head_dim of its own, `Qwen3Config` has 128; the latter's class never has experts."""
+    sparse = config_to_theirs(tiny(dim=64, feed_forward=experts(4, 2, 16)))
+    del sparse["head_dim"]
+    assert config_to_ours(sparse).layers[0].attention.head_dim == 64 // 4
+    dense = config_to_theirs(tiny(dim=64))
+    del dense["head_dim"]
+    assert config_to_ours(dense).layers[0].attention.head_dim == 128
+    assert type(config_to_ours({**dense, "num_experts": 4}).layers[0].feed_forward) is SwiGLUConfig
+    del sparse["num_experts"]
+    with pytest.raises(UsageError, match="num_experts"):
+        config_to_ours(sparse)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention_bias", True),
+        ("attention_dropout", 0.1),
+        ("hidden_act", "gelu"),
+        ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        ("model_type", "qwen2"),
+        ("partial_rotary_factor", 0.5),
+        ("mrope_section", [4, 2, 2]),
+        ("num_hidden_layers", 0),
+    ],
+)
+def test_import_refuses_what_this_family_does_not_have(key, value):
+    """By key and value."""
+    theirs = config_to_theirs(tiny())
+    if key == "mrope_section":
+        theirs["rope_parameters"] |= {key: value, "mrope_interleaved": True}
+    else:
+        theirs[key] = value
+    shown = "sliding_attention" if key == "layer_types" else str(value)
+    with pytest.raises(UsageError) as error:
+        config_to_ours(theirs)
+    assert key in str(error.value) and shown in str(error.value)
+
+
 def changed(config, **changes):
     return chz.replace(config, layers=tuple(chz.replace(block, **changes) for block in config.layers))
 

@@ -41,10 +41,11 @@ def check_values(theirs: Mapping[str, Any], only: Mapping[str, Any], prefix: str
 def rope_from(theirs: Mapping[str, Any], theta: float = 10000.0, head_dim: int | None = None) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (released files; the kind under `rope_type` or `type`).
 
-    `theta` is what an absent rope_theta means; with `head_dim` a `partial_rotary_factor` becomes `rope.dim`. UsageError for a kind that we do not have.
+    `theta` is what an absent rope_theta means; with `head_dim` a `partial_rotary_factor` becomes `rope.dim`. UsageError for a kind that we do not have, and where both spellings are there and
+    say different things.
     """
-    settings = dict(theirs.get("rope_scaling") or {}) | dict(theirs.get("rope_parameters") or {})
-    kind = settings.get("rope_type") or settings.get("type") or "default"
+    settings = _settings_of(theirs)
+    kind = settings["rope_type"]
     scaling = "none" if kind == "default" else kind
     if scaling not in SCALINGS:
         raise UsageError(f"config.json asks for rotary scaling {kind!r}. {did_you_mean(kind, SCALINGS)}")
@@ -68,6 +69,26 @@ def rope_from(theirs: Mapping[str, Any], theta: float = 10000.0, head_dim: int |
             )
         values["sections"] = tuple(sections)
     return RopeConfig(**values)
+
+
+def _settings_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Both spellings as one, the kind under `rope_type`."""
+    said: dict[str, dict[str, Any]] = {}
+    for spelling in ("rope_scaling", "rope_parameters"):
+        found = theirs.get(spelling) or {}
+        nested = [key for key, value in found.items() if isinstance(value, Mapping)] if isinstance(found, Mapping) else []
+        if nested or not isinstance(found, Mapping):
+            raise UsageError(f"config.json says {spelling} = {found!r}: it must be one object of settings, for all layers alike, or null.")
+        if found:
+            settings = {key: value for key, value in found.items() if key != "type"}
+            said[spelling] = settings | {"rope_type": found.get("rope_type") or found.get("type") or "default"}
+    scaling, parameters = said.get("rope_scaling", {}), said.get("rope_parameters", {})
+    # Programs differ in which of them they read, and none reads both: a run must not depend on that.
+    differing = [key for key, value in scaling.items() if parameters and parameters.get(key) != value]
+    if differing:
+        told = "; ".join(f"{key} is {scaling[key]!r} and {parameters.get(key)!r}" for key in differing)
+        raise UsageError(f"config.json has both rope_scaling and rope_parameters, and they differ: {told}. Leave in one of them.")
+    return {"rope_type": "default", **scaling, **parameters}
 
 
 def rope_to(ours: RopeConfig, head_dim: int | None = None) -> dict[str, Any]:

@@ -64,11 +64,18 @@ def config_to_ours(theirs: Mapping[str, Any]) -> Qwen3Config:
     if kind not in (None, "qwen3", "qwen3_moe"):
         raise UsageError(f"config.json says model_type = {kind!r}; intarsia-qwen3 reads 'qwen3' and 'qwen3_moe'.")
     check_values(theirs, _ONLY)
+    if theirs["num_hidden_layers"] < 1:
+        raise UsageError(f"config.json says num_hidden_layers = {theirs['num_hidden_layers']}; a model has at least one.")
     others = sorted(set(theirs.get("layer_types") or ()) - {"full_attention"})
     if others:
         raise UsageError(f"config.json has layers of the type {others[0]!r} (layer_types), and Qwen3 of ours has only 'full_attention'.")
     layers, heads = theirs["num_hidden_layers"], theirs["num_attention_heads"]
-    head_dim = theirs.get("head_dim") or 128
+    # Their class with experts has no head_dim of its own.
+    head_dim = theirs.get("head_dim") or (theirs["hidden_size"] // heads if kind == "qwen3_moe" else 128)
+    rope = rope_from(theirs, head_dim=head_dim)
+    if rope.dim is not None or rope.sections is not None:
+        found = f"mrope_section = {list(rope.sections)}" if rope.sections else f"partial_rotary_factor = {(rope.dim or 0) / head_dim:g}"
+        raise UsageError(f"config.json says {found}, and Qwen3 turns whole heads by a token's place in its document.")
     dense = SwiGLUConfig(hidden=theirs["intermediate_size"])
     feed_forward = _experts_of(theirs) or dense
     step, only = theirs.get("decoder_sparse_step") or 1, set(theirs.get("mlp_only_layers") or ())
@@ -83,15 +90,17 @@ def config_to_ours(theirs: Mapping[str, Any]) -> Qwen3Config:
         head_dim=head_dim,
         vocab_size=theirs["vocab_size"],
         tied=bool(theirs.get("tie_word_embeddings", False)),
-        rope=rope_from(theirs, head_dim=head_dim),
+        rope=rope,
         max_positions=theirs.get("max_position_embeddings", 32768),
         eps=theirs.get("rms_norm_eps", 1e-6),
     )
 
 
 def _experts_of(theirs: Mapping[str, Any]) -> MoEConfig | None:
-    count = theirs.get("num_experts") or theirs.get("num_local_experts")
-    if not count:
+    kind, count = theirs.get("model_type"), theirs.get("num_experts", theirs.get("num_local_experts"))
+    if kind == "qwen3_moe" and count is None:
+        raise UsageError("config.json says model_type = 'qwen3_moe' and lacks num_experts (or num_local_experts).")
+    if kind == "qwen3" or not count:
         return None
     return experts(
         count,
