@@ -231,3 +231,11 @@ def test_both_spellings_that_agree_are_read(scaling):
     if theirs["rope_scaling"]:
         theirs["rope_scaling"]["type"] = theirs["rope_scaling"].pop("rope_type")
         assert rope_from(theirs) == ours
+
+
+def test_rotations_wider_than_a_head_and_models_without_layers_are_refused():
+    model = qwen3(dim=32, layers=1, heads=4, kv_heads=2, head_dim=16, feed_forward=SwiGLUConfig(hidden=8), vocab_size=16)
+    with pytest.raises(UsageError, match=r"rope\.dim = 24.*heads of 16"):
+        current().build(chz.replace(model, rope=chz.replace(model.rope, dim=24)))
+    with pytest.raises(UsageError, match=r"model\.layers"):
+        chz.replace(model, layers=())

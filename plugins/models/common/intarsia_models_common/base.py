@@ -8,7 +8,7 @@ from typing import Any
 
 from intarsia import ops
 from intarsia.contracts import Init, Regions, SequenceContext, StagePart
-from intarsia.errors import PluginError
+from intarsia.errors import PluginError, UsageError
 from torch import Tensor, nn
 
 from intarsia_models_common.build import Linear, Scope, build, parameter
@@ -62,13 +62,15 @@ class LanguageModel(nn.Module):
 
     def build_rope(self) -> nn.Module:
         """The tables' maker. Its head dim is the attention layers' (of MLA the rotated part's); a family whose layers differ overrides this."""
-        mixers = [block.attention for block in self.config.layers]
+        mixers, said = [block.attention for block in self.config.layers], self.config.rope.dim
         dims = {getattr(mixer, "rope_dim", getattr(mixer, "head_dim", None)) for mixer in mixers} - {None}
-        if len(dims) != 1 and self.config.rope.dim is None:
+        if said is None and len(dims) != 1:
             raise PluginError(
                 f"{type(self).__name__} cannot tell its rotary dimension: attention.head_dim is {sorted(map(str, dims))}. Set rope.dim."
             )
-        return build(self.config.rope, self.scope_of(None).inside("rope", self.config.rope.dim or dims.pop()))
+        if said is not None and said > min(dims, default=said):
+            raise UsageError(f"model.rope.dim = {said}: heads of {min(dims)} dimensions cannot have so many that are rotated.")
+        return build(self.config.rope, self.scope_of(None).inside("rope", said or dims.pop()))
 
     def scope_of(self, layer: int | None) -> Scope:
         """The scope of block `layer`, or of what stands outside the blocks."""

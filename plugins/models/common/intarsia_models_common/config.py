@@ -201,6 +201,11 @@ class LanguageModelConfig(ModelConfig):
     embedding_std: float = chz.field(default=0.02, doc="Standard deviation of embeddings at the start.", metadata={"computes": False})
 
     @chz.validate
+    def _has_layers(self) -> None:
+        if not self.layers:
+            raise UsageError("model.layers is empty: a model has at least one block.")
+
+    @chz.validate
     def _stds_are_finite(self) -> None:
         check_between("model.initial_std", self.initial_std, 0)
         check_between("model.embedding_std", self.embedding_std, 0)
