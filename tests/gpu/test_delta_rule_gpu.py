@@ -66,7 +66,7 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
     return {name: float((found[name].double() - x).norm() / x.norm()) for name, x in exact.items()}
 
 
-@pytest.mark.parametrize(("keys", "values"), [(64, 64), (128, 128), (256, 256), (64, 128), (256, 64)])
+@pytest.mark.parametrize(("keys", "values"), [(64, 64), (128, 128), (256, 256), (64, 128), (128, 256), (256, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_width(keys: int, values: int, dtype: torch.dtype) -> None:
     inputs, documents_BS = drawn(sum(LENGTHS), 2, keys, values, dtype), documents_of(LENGTHS)
