@@ -13,7 +13,7 @@ from parallel_recipes import write_documents, write_preferences
 TOLERANCE = 2e-5
 POLICY = [
     "loss=policy", "loss.chunk=50", "loss.algorithm=grpo", "loss.algorithm.kl_coefficient=0.1", "loss.algorithm.kl_estimator=k2", "loss.algorithm.importance_outside=mask",
-    "loss.algorithm.importance_level=sequence_mean", "loss.algorithm.importance_floor=1.2", "evaluation.every=0", "train.steps=3",
+    "loss.algorithm.importance_level=sequence_mean", "loss.algorithm.importance_floor=1.2", "loss.algorithm.entropy_coefficient=0.05", "evaluation.every=0", "train.steps=3",
 ]  # fmt: skip
 MESHES = {
     "dp2": (2, "deepseek", ["train.micro_batch=1"]),

@@ -182,9 +182,23 @@ def test_divergence_from_the_reference_by_hand():
     assert current().build(config).needs_reference and not current().build(GRPOConfig()).needs_reference
 
 
+def test_entropy_is_added_to_the_objective():
+    """Two tokens of weights 2 and 1 and entropies 0.5 and 0.25, of which 0.1 times the weighted sum, 1.25, is taken from the loss."""
+    entropy = torch.tensor([0.5, 0.25], dtype=torch.float64, requires_grad=True)
+    x = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    extra = {"old_log_probs": x.detach(), "advantages": torch.tensor([1.0, -2.0]), "weights": torch.tensor([2.0, 1.0]), "entropy": entropy}
+    plain, _ = current().build(GRPOConfig()).loss(x, extra)
+    total, _ = current().build(GRPOConfig(entropy_coefficient=0.1)).loss(x, extra)
+    assert (plain - total).item() == pytest.approx(0.125)
+    of_entropy, of_x, of_x_plain = *torch.autograd.grad(total, (entropy, x)), torch.autograd.grad(plain, x)[0]
+    assert of_entropy.tolist() == pytest.approx([-0.2, -0.1]) and torch.equal(of_x, of_x_plain)
+    assert not torch.autograd.grad(current().build(GRPOConfig()).loss(x, extra)[0], entropy, allow_unused=True)[0]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"entropy_coefficient": -0.5}, "algorithm.entropy_coefficient is -0.5"),
         ({"clip_low": 1.5}, "algorithm.clip_low is 1.5; it must be from 0 to 1, or none"),
         ({"kl_coefficient": -1.0}, "algorithm.kl_coefficient is -1.0"),
         ({"kl_estimator": "k4"}, "algorithm.kl_estimator is 'k4'"),

@@ -37,25 +37,31 @@ def definition(
         log_p = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).log_softmax(-1)
         chosen.append(log_p.gather(1, t.clamp_min(0)[:, None]).squeeze(1).where(t != IGNORE, 0.0))
         entropies.append(-(log_p.exp() * log_p).sum(-1).where(t != IGNORE, 0.0))
-    return torch.cat(chosen), torch.cat(entropies).detach()
+    return torch.cat(chosen), torch.cat(entropies)
 
 
 def wave(n: int, dtype: torch.dtype) -> Tensor:
     return torch.cos(torch.arange(n) * 0.7).to(dtype)
 
 
+def score(log_p: Tensor, entropy: Tensor, of: str) -> Tensor:
+    """A number of which each log-probability (l), each entropy (e), or both have a share of their own."""
+    shares = {"l": (log_p * wave(log_p.numel(), log_p.dtype)).sum(), "e": (entropy * wave(log_p.numel(), log_p.dtype).flip(0)).sum()}
+    return sum((shares[each] for each in of), torch.zeros((), dtype=log_p.dtype))
+
+
+@pytest.mark.parametrize("of", ["l", "e", "le"])
 @pytest.mark.parametrize("settings", [{}, {"chunk": 3}, {"softcap": 2.0, "chunk": 5}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_it_is_its_definition_bit_for_bit(dtype, settings):
+def test_it_is_its_definition_bit_for_bit(dtype, settings, of):
     hidden, weight, chosen = case(dtype)
     results = []
     for function in (definition, token_log_probs.reference):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         log_p, entropy = function(h.flatten(0, 1), w, chosen.flatten(), **settings)
         assert log_p.dtype == entropy.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert not entropy.requires_grad
-        (log_p * wave(14, log_p.dtype)).sum().backward()
-        results.append((log_p.detach(), entropy, h.grad, w.grad))
+        score(log_p, entropy, of).backward()
+        results.append((log_p.detach(), entropy.detach(), h.grad, w.grad))
     (log_p, entropy, *expected), (ours, our_entropy, *found) = results
     assert torch.equal(log_p, ours) and torch.equal(entropy, our_entropy)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
@@ -69,7 +75,7 @@ def test_gradients_are_those_of_differences():
     arguments = (hidden.flatten(0, 1).clone().requires_grad_(), weight.clone().requires_grad_())
     for softcap in (None, 3.0):
         assert torch.autograd.gradcheck(
-            lambda h, w, cap=softcap: token_log_probs.reference(h, w, chosen.flatten(), softcap=cap, chunk=4)[0], arguments
+            lambda h, w, cap=softcap: token_log_probs.reference(h, w, chosen.flatten(), softcap=cap, chunk=4), arguments
         )
 
 
@@ -105,7 +111,9 @@ def test_logits_are_never_all_there():
 # ---------------------------------------------------------------- over ranks
 
 
-def over_ranks(size: int, data: Triple, whole: bool, **settings: object) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+def over_ranks(
+    size: int, data: Triple, whole: bool, of: str = "l", **settings: object
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
     hidden, weight, chosen = data
     length, vocabulary = hidden.shape[1], weight.shape[0]
 
@@ -118,9 +126,8 @@ def over_ranks(size: int, data: Triple, whole: bool, **settings: object) -> tupl
         h = hidden.split(parts, 1)[comm.rank].clone().requires_grad_()
         w = (weight if whole else weight.split(rows)[comm.rank]).clone().requires_grad_()
         log_p, entropy = made.token_log_probs("head", module, lambda axis: comm)(h.flatten(0, 1), w, chosen.flatten(), **settings)
-        assert not entropy.requires_grad
-        (log_p * wave(chosen.numel(), log_p.dtype)).sum().backward()
-        return (log_p.detach(), entropy), h.grad, w.grad
+        score(log_p, entropy, of).backward()
+        return (log_p.detach(), entropy.detach()), h.grad, w.grad
 
     results = run_ranks(size, work)
     of_weight = sum(r[2] for r in results) if whole else torch.cat([r[2] for r in results])
@@ -129,16 +136,16 @@ def over_ranks(size: int, data: Triple, whole: bool, **settings: object) -> tupl
 
 @pytest.mark.parametrize("whole", [False, True], ids=["shared_out", "whole"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("settings", [{}, {"softcap": 2.0, "chunk": 5}], ids=str)
-def test_ranks_equal_one(size, settings, whole):
+@pytest.mark.parametrize(("settings", "of"), [({}, "l"), ({"softcap": 2.0, "chunk": 5}, "le"), ({"chunk": 3}, "e")], ids=str)
+def test_ranks_equal_one(size, settings, of, whole):
     hidden, weight, chosen = case(torch.float64)
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     log_p, entropy = token_log_probs.reference(h.flatten(0, 1), w, chosen.flatten(), **settings)
-    (log_p * wave(14, torch.float64)).sum().backward()
-    results, of_hidden, of_weight = over_ranks(size, (hidden, weight, chosen), whole, **settings)
+    score(log_p, entropy, of).backward()
+    results, of_hidden, of_weight = over_ranks(size, (hidden, weight, chosen), whole, of, **settings)
     for found, found_entropy in results:
         torch.testing.assert_close(found, log_p.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(found_entropy, entropy, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found_entropy, entropy.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(of_hidden, h.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(of_weight, w.grad, rtol=1e-12, atol=1e-12)
 

@@ -32,7 +32,7 @@ def vocab_token_log_probs(
     chunk: int = 1024,
     what: str = "token_log_probs",
 ) -> Pair:
-    """(log-probability [N], entropy [N] without gradient) of all ranks' tokens in rank order, the same on every rank (*replicated*); both 0 where the token is IGNORE.
+    """(log-probability [N], entropy [N]) of all ranks' tokens in rank order, the same on every rank (*replicated*); both 0 where the token is IGNORE.
 
     Arguments: `hidden_ND` this rank's tokens; `weight_VD` its rows, which are `rows` (first, number) of the whole; `tokens_N` all tokens in rank order; `parts` how many each
     rank has. Gradients: of the hidden states, whole; of the own rows, whole. Statistics are float32 (float64 for float64). Stability: provisional.
@@ -61,6 +61,11 @@ def _own(tokens_C: Tensor, rows: tuple[int, int]) -> Pair:
     """Where each token lies among this rank's rows [C, 1], and whether it lies elsewhere."""
     elsewhere_C = (tokens_C < rows[0]) | (tokens_C >= sum(rows))
     return (tokens_C - rows[0]).masked_fill(elsewhere_C, 0)[:, None], elsewhere_C
+
+
+def _of_entropy(log_p_CV: Tensor, grad_C: Tensor, entropy_C: Tensor) -> Tensor:
+    """What the gradient of the whole distribution's entropy adds to that of this rank's logits: dH / dz = -p (log p + H)."""
+    return log_p_CV.exp().mul_(log_p_CV + entropy_C[:, None]).mul_(-grad_C[:, None])
 
 
 class _VocabTokenLogProbs(torch.autograd.Function):
@@ -97,16 +102,17 @@ class _VocabTokenLogProbs(torch.autograd.Function):
             chosen_N[here] = (picked_C - total_C.log()).masked_fill(ignored_C, 0.0)
             entropy_N[here] = (total_C.log() - products_C / total_C).masked_fill(ignored_C, 0.0)
             log_sums_N[here] = largest_C + total_C.log()
-        ctx.save_for_backward(all_ND, weight_VD, tokens_N, log_sums_N)
+        ctx.save_for_backward(all_ND, weight_VD, tokens_N, log_sums_N, entropy_N)
         ctx.call = (rows, parts, comm, softcap, chunk, what)
-        ctx.mark_non_differentiable(entropy_N)
+        ctx.set_materialize_grads(False)
         return chosen_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        all_ND, weight_VD, tokens_N, log_sums_N = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        all_ND, weight_VD, tokens_N, log_sums_N, entropy_N = ctx.saved_tensors
         rows, parts, comm, softcap, chunk, what = ctx.call
-        grad_N = grads[0]
+        grad_entropy_N = grads[1]
+        grad_N = torch.zeros_like(entropy_N) if grads[0] is None else grads[0]
         grad_all_ND = torch.empty_like(all_ND) if ctx.needs_input_grad[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=grad_N.dtype) if ctx.needs_input_grad[1] else None
         for start in range(0, all_ND.shape[0], chunk):
@@ -114,8 +120,12 @@ class _VocabTokenLogProbs(torch.autograd.Function):
             logits_CV, slope_CV = _logits(all_ND[here], weight_VD, softcap)
             index_C1, elsewhere_C = _own(tokens_N[here], rows)
             grad_C1 = grad_N[here][:, None]
-            grad_CV = logits_CV.sub_(log_sums_N[here][:, None]).exp_().mul_(-grad_C1)
+            log_p_CV = logits_CV.sub_(log_sums_N[here][:, None])
+            more_CV = None if grad_entropy_N is None else _of_entropy(log_p_CV, grad_entropy_N[here], entropy_N[here])
+            grad_CV = log_p_CV.exp_().mul_(-grad_C1)
             grad_CV.scatter_add_(1, index_C1, grad_C1.masked_fill(elsewhere_C[:, None], 0.0))
+            if more_CV is not None:
+                grad_CV.add_(more_CV)
             if slope_CV is not None:
                 grad_CV.mul_(slope_CV)
             grad_CV = grad_CV.masked_fill_((tokens_N[here] == IGNORE)[:, None], 0.0).to(all_ND.dtype)

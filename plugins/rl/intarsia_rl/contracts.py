@@ -307,7 +307,7 @@ class Algorithm(Protocol):
 
     def loss(self, log_probs_N: Any, extra: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """The weighted sum over N trained tokens (0-d tensor with gradient), and further detached sums by name. `log_probs_N` float32 are the trainer's. `extra`, tensors [N]: `old_log_probs`,
-        `advantages`, `weights`, `versions`, and `reference_log_probs` where asked for."""
+        `advantages`, `weights`, `versions`, `entropy` (of the trainer's distribution there, with gradient), and `reference_log_probs` where asked for."""
 
 
 # ---------------------------------------------------------------- processes

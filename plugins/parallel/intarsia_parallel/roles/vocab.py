@@ -159,7 +159,7 @@ def _log_probs_of_own(comm: Communicator, name: str, hidden_ND: Tensor, weight_V
     own = find("token_log_probs")(hidden_ND, weight_VD, own_N, **settings)
     rows = tokens_N.numel() // max(1, sum(counts))
     whole = [gather_replicated(each.view(rows, counts[comm.rank]), 1, counts, comm, f"{name}, log-probabilities").flatten() for each in own]
-    return whole[0], whole[1].detach()
+    return whole[0], whole[1]
 
 
 def build(config: VocabConfig) -> Vocab:

@@ -59,6 +59,10 @@ class PolicyGradientConfig(AlgorithmConfig):
         default="k3",
         doc="How the divergence is estimated from a token: k1, log(p/reference); k2, half its square; k3, reference/p - 1 + log(p/reference). k1 has the gradient of k2.",
     )
+    entropy_coefficient: float = chz.field(
+        default=0.0,
+        doc="Weight of the mean entropy of the policy's tokens, which is added to the objective and keeps the policy from narrowing; 0: nothing is added.",
+    )
     skip_constant: bool = chz.field(default=False, doc="Leave out groups whose samples all have one reward: others take their place.")
     skip_truncated: bool = chz.field(
         default=False, doc="Do not train on samples that a limit ended; they still count among their group's rewards."
@@ -71,6 +75,7 @@ class PolicyGradientConfig(AlgorithmConfig):
             if value is not None and not 0 <= value <= most:
                 raise UsageError(f"algorithm.{field} is {value}; it must be {_range(0, most)}, or none.")
         at_least("algorithm.kl_coefficient", self.kl_coefficient, 0)
+        at_least("algorithm.entropy_coefficient", self.entropy_coefficient, 0)
         for field, known in (("kl_estimator", ESTIMATORS), ("importance_outside", OUTSIDE), ("importance_level", LEVELS)):
             if getattr(self, field) not in known:
                 raise UsageError(f"algorithm.{field} is {getattr(self, field)!r}. {did_you_mean(getattr(self, field), known)}")

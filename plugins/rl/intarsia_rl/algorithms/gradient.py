@@ -5,7 +5,7 @@ With l the trainer's log-probability of a token, l' the one that it was generate
     min(r a, clip(r, 1 - clip_low, 1 + clip_high) a)          clipped, or r a where no bound is set
     w exp(l - l) a,  w = min(r, importance_cap)               truncated importance sampling: w and the second l have no gradient
 
-The loss is the weighted sum of -objective + kl_coefficient times the divergence from the reference.
+The loss is the weighted sum of -objective + kl_coefficient times the divergence from the reference - entropy_coefficient times the entropy of the trainer's distribution at the token.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ def _loss(config: PolicyGradientConfig, log_probs_N: Tensor, extra: Mapping[str,
         divergence_N = _divergence(config.kl_estimator, log_probs_N - extra["reference_log_probs"].to(log_probs_N.dtype))
         terms_N = terms_N + config.kl_coefficient * divergence_N
         sums["reference_kl"] = divergence_N.detach().sum()
+    if config.entropy_coefficient > 0:
+        terms_N = terms_N - config.entropy_coefficient * extra["entropy"].to(log_probs_N.dtype)
     return (weights_N * terms_N).sum(), sums
 
 

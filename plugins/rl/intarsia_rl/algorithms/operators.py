@@ -14,7 +14,7 @@ from torch import Tensor
 def reference(
     hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, *, softcap: float | None = None, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability [N], entropy [N] without gradient), float32 (float64 for float64), in nats, of `softmax(hidden @ weight^T)`; both 0 where the token is IGNORE.
+    """(log-probability [N], entropy [N]), float32 (float64 for float64), in nats, of `softmax(hidden @ weight^T)`; both 0 where the token is IGNORE.
 
     `softcap` c makes the logits z `c * tanh(z / c)`. The logits of `chunk` tokens are there at once: backward computes them again, a chunk at a time, by the same operator.
     """
@@ -29,6 +29,13 @@ def _log_softmax(hidden_ND: Tensor, weight_VD: Tensor, softcap: float | None) ->
         return logits_NV.log_softmax(-1), None
     tanh_NV = torch.tanh(logits_NV / softcap)
     return (softcap * tanh_NV).log_softmax(-1), 1 - tanh_NV.square()
+
+
+def _of_entropy(log_p_NV: Tensor, grad_N: Tensor) -> Tensor:
+    """What the entropy's gradient adds to that of the logits: dH / dz = -p (log p + H)."""
+    p_NV = log_p_NV.exp()
+    entropy_N = -(p_NV * log_p_NV).sum(-1)
+    return p_NV.mul_(log_p_NV + entropy_N[:, None]).mul_(-grad_N[:, None])
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -48,13 +55,17 @@ class _TokenLogProbs(torch.autograd.Function):
             entropy_N[here] = -(log_p_NV.exp() * log_p_NV).sum(-1).masked_fill(ignored_N, 0.0)
         ctx.save_for_backward(hidden_ND, weight_VD, tokens_N)
         ctx.softcap, ctx.chunk = softcap, chunk
-        ctx.mark_non_differentiable(entropy_N)
+        # Who does not ask for the entropy's gradient pays nothing for it.
+        ctx.set_materialize_grads(False)
         return chosen_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, tokens_N = ctx.saved_tensors
-        grad_N = grads[0]
+        given_N, grad_entropy_N = grads
+        if given_N is None and grad_entropy_N is None:
+            return None, None, None, None, None
+        grad_N = torch.zeros_like(grad_entropy_N) if given_N is None else given_N  # type: ignore[arg-type]
         grad_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=grad_N.dtype) if ctx.needs_input_grad[1] else None
         for start in range(0, hidden_ND.shape[0], ctx.chunk):
@@ -63,8 +74,11 @@ class _TokenLogProbs(torch.autograd.Function):
             log_p_NV, slope_NV = _log_softmax(h_ND, weight_VD, ctx.softcap)
             ignored_N = tokens_N[here] == IGNORE
             grad_N1 = grad_N[here][:, None]
+            more_NV = None if grad_entropy_N is None else _of_entropy(log_p_NV, grad_entropy_N[here])
             # d log p[y] / dz = 1[y] - p
             grad_NV = log_p_NV.exp_().mul_(-grad_N1).scatter_add_(1, tokens_N[here].masked_fill(ignored_N, 0)[:, None], grad_N1)
+            if more_NV is not None:
+                grad_NV.add_(more_NV)
             if slope_NV is not None:
                 grad_NV.mul_(slope_NV)
             grad_NV = grad_NV.masked_fill_(ignored_N[:, None], 0.0).to(h_ND.dtype)

@@ -49,11 +49,12 @@ class PolicyLoss:
             self.seen.append((batch, where_N, log_probs_N.detach()))
         if not getattr(self.algorithm, "needs_reference", False):
             extra.pop("reference_log_probs", None)
+        extra["entropy"] = entropy_N
         extra["over_sequence"] = over_sequences(batch, hidden_BSD, where_N)
         total, sums = self.algorithm.loss(log_probs_N, extra)
         # A step that nothing counts in has weights of 0 only.
         total = total / (float(batch.extra.get("per_token", 1.0)) or 1.0)
-        return LossSum(total, {name: value.detach() for name, value in {"entropy": entropy_N.sum(), **sums}.items()})
+        return LossSum(total, {name: value.detach() for name, value in {"entropy": entropy_N.detach().sum(), **sums}.items()})
 
     def count(self, batch: Batch) -> int:
         """Its trained tokens."""
@@ -98,7 +99,7 @@ class PolicyLoss:
 def trained_log_probs(
     model: Model, hidden_BSD: Tensor | tuple[Tensor, ...], labels_BS: Tensor, where_N: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability, entropy without gradient) [N] of the labels at the places `where_N` of the B S tokens. Logits are made for these tokens alone, but for a head that
+    """(log-probability, entropy) [N] of the labels at the places `where_N` of the B S tokens. Logits are made for these tokens alone, but for a head that
     is cut over ranks, whose ranks hold parts of the tokens: by the model's own `token_log_probs`."""
     hidden_BSD = hidden_BSD if isinstance(hidden_BSD, Tensor) else hidden_BSD[0]
     hidden_ND, labels_N = hidden_BSD.flatten(0, 1), labels_BS.flatten()
