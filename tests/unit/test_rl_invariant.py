@@ -35,6 +35,11 @@ def test_every_operator_has_a_row_on_every_device_and_every_kernel_promises_inva
                     assert device == "cuda" or "cuda" not in entry.needs, row.kernel
 
 
+def test_no_kernel_stands_twice_for_an_operator():
+    rows = [(row.op, row.device, row.kernel) for row in table.ROWS]
+    assert sorted(rows) == sorted(set(rows))
+
+
 @pytest.mark.parametrize("name", ["llama3/debug", "deepseek_v3/debug", "qwen3/moe-debug"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_transform_chooses_what_the_check_takes(name, dtype):

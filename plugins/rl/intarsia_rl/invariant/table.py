@@ -43,7 +43,6 @@ def _cuda(op: str, why: str, kernel: str = REFERENCE, **environment: str) -> Row
 _ROW_BY_ROW = "Each row or element by itself, by exact roundings and functions that do not depend on where it lies."
 _BY_SEGMENT = "Each segment in a call of its own, whose shapes are the segment's."
 _BY_LINEAR = "By what is in force for linear."
-_SEGMENTS = "Each segment by itself, in products whose shapes are its own."
 _REFUSED = "intarsia-rl:gated_delta_rule/refused"
 _NONE = "Refused: its sums depend on where in a chunk a token lies. No component of this table calls it."
 
@@ -60,8 +59,6 @@ ROWS = (
     _cpu("offset_rms_norm", "As rms_norm.", REFERENCE),
     _cpu("layer_norm", "As rms_norm.", REFERENCE),
     _cpu("segment_attention", _BY_SEGMENT, REFERENCE),
-    _cpu("layer_norm", "torch computes each row by itself.", REFERENCE),
-    _cpu("segment_attention", _SEGMENTS, REFERENCE),
     _cpu("rope", _ROW_BY_ROW, REFERENCE),
     _cpu("embedding", "A copy.", REFERENCE),
     _cpu("permute", "A copy.", REFERENCE),
@@ -98,8 +95,6 @@ ROWS = (
     _cuda("layer_norm", "torch's norm: a block of threads for each row."),
     _cuda("segment_attention", _BY_SEGMENT),
     _cuda("sigmoid_gate", _ROW_BY_ROW),
-    _cuda("layer_norm", "torch computes each row by itself."),
-    _cuda("segment_attention", _SEGMENTS),
     _cuda("rope", _ROW_BY_ROW),
     _cuda("embedding", "A copy."),
     _cuda("permute", "A copy."),
