@@ -128,6 +128,15 @@ def test_resume_equals_never_having_stopped(train: Train, unbroken: Path) -> Non
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
+def test_resume_with_fewer_steps_than_were_done_evaluates_and_says_so(train: Train, unbroken: Path) -> None:
+    cut_back(unbroken, Path("cut"), 6)
+    before = steps("cut")
+    assert train("--resume", "cut", "train.steps=4", recipe=None) == 0
+    assert steps("cut") == before and events("cut", "evaluation")[-1]["step"] == 6
+    told = [event["message"] for event in events("cut", "warning")]
+    assert any("The checkpoint is of step 6, and train.steps is 4: nothing is trained" in each for each in told), told
+
+
 def test_resume_with_muon(train: Train) -> None:
     arguments = ("optimizer=muon", "checkpoint.keep_last=0", "train.steps=4")
     assert train("--name", "whole", *arguments) == 0

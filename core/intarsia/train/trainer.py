@@ -236,6 +236,11 @@ class Trainer:
         if built.random.rederived:
             built.warn("The random generators were saved on another mesh: their state is derived anew from seed, rank and step.")
         built.event("resume", step=step, location=latest.location, changes=[dataclasses.asdict(change) for change in changes])
+        if step >= self._recipe.train.steps:
+            built.warn(
+                f"The checkpoint is of step {step}, and train.steps is {self._recipe.train.steps}: nothing is trained, and only what ends a run is done, such as its "
+                "evaluation. Raise train.steps to train on."
+            )
         built.hooks.after_load(run=built.run, step=step, location=latest.location)
         return True
 
