@@ -94,6 +94,18 @@ def test_filters(run: Path, capsys: pytest.CaptureFixture[str], arguments: list[
     assert lines[-1] == f"{len(ids)} of {len(ids)} samples" and len(lines) == len(ids) + 1
 
 
+def test_an_unknown_sample_is_said_with_the_nearest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["--sample", "1/11"], ("No sample of steps 1 to 3 has the id '1/11'", "Did you mean", "1/1")),
+        (["--sample", "held_out/0/9", "--held-out"], ("No sample of step 0 has the id",)),
+    ):
+        assert main(["rl", "show", str(run), *arguments]) == 2
+        told = capsys.readouterr().err
+        assert all(each in told for each in words), told
+    # One that is there, and that other filters leave out, is no mistake.
+    assert shown(capsys, str(run), "--sample", "0/0", "--min-length", "99")[-1] == "0 of 0 samples"
+
+
 def test_one_sample_token_by_token(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, str(run), "--sample", "0/0", "--tokens")
     assert "gap 2.5e-01" in lines[0] and "    assistant: answer 0" in lines

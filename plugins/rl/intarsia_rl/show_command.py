@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from intarsia.contracts import Boundary
-from intarsia.errors import UsageError
+from intarsia.errors import UsageError, did_you_mean
 from intarsia.train.events import FILE
 
 from intarsia_rl.controller.writer import FOLDER, files, read
@@ -70,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2) if arguments.json else "\n".join(table(rows)))
         return 0
     limit = LIMIT if arguments.limit is None else arguments.limit
+    if arguments.sample is not None:
+        check_sample(arguments.sample, wanted)
     shown = count = 0
     for record in records:
         if not matches(record, arguments):
@@ -85,6 +87,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(f"{shown} of {count} samples" + (" (--limit 0 shows all)" if shown < count else ""))
     return 0
+
+
+def check_sample(wanted: str, paths: Sequence[tuple[int, Path]]) -> None:
+    """UsageError where no file has a sample of this id."""
+    known = [record["id"] for _, path in paths for record in read(path)]
+    if wanted not in known:
+        steps = f"step {paths[0][0]}" if len(paths) == 1 else f"steps {paths[0][0]} to {paths[-1][0]}"
+        raise UsageError(f"No sample of {steps} has the id {wanted!r}. {did_you_mean(wanted, known)}")
 
 
 def steps_of(text: str | None) -> tuple[int, int]:
