@@ -67,6 +67,13 @@ def rl_quickstart(session: nox.Session) -> None:
     session.run("python", "examples/rl_quickstart.py", *rest)
 
 
+@nox.session(name="visual-questions")
+def visual_questions(session: nox.Session) -> None:
+    """Let a small model learn to answer questions on images, kill it, and resume it exactly."""
+    rest = install(session)
+    session.run("python", "examples/visual_questions.py", *rest)
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests that run on a CPU within minutes."""
