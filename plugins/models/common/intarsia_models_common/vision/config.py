@@ -47,6 +47,11 @@ class VisionConfig(ComponentConfig):
         doc="Part of a row's tokens that is taken to be visual where pipeline stages are balanced.",
         metadata={"computes": False},
     )
+    position_std: float | None = chz.field(
+        default=None,
+        doc="Standard deviation of the table of positions at the start; none: that of projections. Small towers learn where things are sooner from a larger one.",
+        metadata={"computes": False},
+    )
     recompute: str = chz.field(
         default="recipe",
         doc="Whether the tower's blocks are recomputed in backward: always, never, or as the recipe says of all blocks (recipe).",
@@ -63,6 +68,8 @@ class VisionConfig(ComponentConfig):
         for field in ("depth", "dim", "hidden", "heads", "out_dim", "channels", "patch", "temporal_patch", "merge", "table"):
             check_between(f"vision.{field}", getattr(self, field), 1)
         check_between("vision.eps", self.eps, 0, 1)
+        if self.position_std is not None:
+            check_between("vision.position_std", self.position_std, 0)
         if not 0 <= self.share <= 1:
             raise UsageError(f"vision.share = {self.share}: it is a part of all tokens, so it must be between 0 and 1.")
 

@@ -187,7 +187,7 @@ class VisionTower(nn.Module):
         )
         self.patch_embedding = PatchEmbedding(config.values, config.dim, scope.std, bias=True)
         self.patch_embedding.patches_of_token = config.share * config.merge**2
-        self.positions = PositionTable(config.table, config.dim, scope.std)
+        self.positions = PositionTable(config.table, config.dim, scope.std if config.position_std is None else config.position_std)
         self.rope = AxialRope(config.dim // config.heads)
         self.blocks = nn.ModuleList([VisionBlock(config, scope.inside(f"blocks.{j}")) for j in range(config.depth)])
         self.merger = Merger(config, scope.inside("merger"), norm_merged=False)
