@@ -32,6 +32,7 @@ from intarsia_generation.engine.request import Job
 from intarsia_generation.engine.tensor import Parts
 from intarsia_rl.contracts import Generated, GeneratorContext, GeneratorFacts, Request, Sampling, WeightVersion
 from intarsia_rl.invariant.check import problems
+from intarsia_rl.weights import build as weights_build
 from intarsia_rl.weights.build import build_model
 from intarsia_rl.weights.config import SharedMemoryConfig, SocketConfig
 from intarsia_rl.weights.fill import filled_version, own_tensors
@@ -48,7 +49,7 @@ SMALL = LocalConfig(block=4, max_sequences=4, max_batch_tokens=19, max_tokens=64
 
 def recipe_named(kind: str) -> Recipe:
     if kind == "recurrent":
-        found: Recipe = current().target(current().registry("recipe").find("qwen3_5/text-debug"))()
+        found: Recipe = current().target(current().registry("recipe").find("qwen3_5/debug"))()
     else:
         found = recipe_of(
             experts() if kind == "latent" else dense(**({"kv_heads": 1} if kind == "one key head" else {"window": 6, "softcap": 20.0}))
@@ -123,9 +124,31 @@ def test_ranks_give_what_one_process_gives(kind: str, ranks: int, settings: dict
     assert any(each.cached_tokens for each in found[0]) == (kind != "recurrent" and config.prefix_cache)
 
 
-def test_every_rank_draws_its_boxes_of_the_initial_weights() -> None:
+class Reader:
+    """Weights that another run has left."""
+
+    location = "here"
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str, box: Any = None) -> Tensor:
+        return self.tensors[name].clone() if box is None else self.tensors[name][slices(box)].clone()
+
+
+@pytest.mark.parametrize("source", ["drawn", "read"])
+def test_every_rank_has_its_boxes_of_the_initial_weights(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit those of the whole model, with more than one way to cut."""
     recipe = recipe_named("latent")
+    if source == "read":
+        tensors = {
+            name: torch.randn(tensor.shape) for name, tensor in own_tensors(build_model(recipe, current(), "cpu", "float32")).items()
+        }
+        monkeypatch.setattr(weights_build, "open_weights", lambda *arguments: Reader(tensors))
+        recipe = chz.replace(recipe, train=chz.replace(recipe.train, init_from="there"))
     whole = own_tensors(assembled(SMALL, GeneratorContext(recipe, current(), initial=True)).model)
 
     def rank(world: Communicator) -> tuple[int, int]:

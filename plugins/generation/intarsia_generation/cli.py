@@ -149,8 +149,9 @@ def _video(path: str) -> Media:
 def _media(media: list[Media]) -> list[Media]:
     """The command line's media, which must be files."""
     for each in media:
-        if not Path(str(each.data)).is_file():
-            raise UsageError(f"--{each.kind} {each.data}: there is no such file.")
+        path = Path(str(each.data))
+        if not path.is_file():
+            raise UsageError(f"--{each.kind} {path}: there is no such file.")
     return media
 
 

@@ -1,5 +1,16 @@
 """The model's side of the paged caches.
 
+What is read of a cache is gathered first, in every layer: a copy of all entries that a step sees, by `index_select`, which `ops.attention` then takes like any keys and values. On a CPU the copy is small beside the products.
+On a GPU it is memory traffic of twice what attention itself reads, and decoding is bound by memory. A kernel over block tables would spare it. What it takes:
+
+* An operator of its own, `paged_attention(q_NHD, keys, values, tables_RW, ends_R, counts_R, *, scale, window, softcap, sinks_H)`: N queries in a line, those of request r the next `counts_R[r]`, the last of which sees `ends_R[r]`
+  entries; `keys` and `values` are the caches [blocks, size, K, D] as they lie here. One launch serves decoding and pieces of prompts, so that groups of equal length are no longer needed. Its reference is what `softmax` does here.
+* The kernel goes through a request's blocks in ascending order by an online softmax, one program for each (request, key head, piece of its blocks): with few requests the pieces are what fills a GPU, and their partial maxima, sums
+  and outputs are combined by a second launch, as flash decoding does. A block size of 16 or more keeps loads whole; entry t lies at t, so that windows leave blocks out without any table of their own.
+* Pieces of a fixed number of blocks, whatever runs beside, give a request the same bits in any batch; without a second launch they are those of the batch-invariant attention, whose tiles are blocks at absolute positions already.
+* Latent attention has the same kernel in its absorbed form, with one key head whose values are its first columns. In the plain form keys and values of all entries are made anew, and a copy is the smaller part of it.
+* A rank of a generator that is cut has its own heads and the same tables: nothing changes.
+
 Shape suffixes: B rows of a call, S new tokens of a row, N all new tokens in a line, R sequences that are computed alike, T entries of a sequence, W blocks of a sequence, H query heads, K key/value
 heads, D head dim, C width of a latent.
 """

@@ -140,4 +140,8 @@ def compute(runner: Any, choices: Any, seats: Seats, calls: Sequence[dict[str, A
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of a process group may outlive it, and would be in the way of an orderly end.
+    os._exit(code)

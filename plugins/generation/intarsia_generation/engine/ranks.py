@@ -103,8 +103,8 @@ class Team:
 
     def fill(self, model: nn.Module, weights: WeightVersion, plugins: Plugins) -> None:
         """Put weights into all parts of the model, `model` being this rank's. Raises what the first rank raised that could not."""
+        self._tell({"do": "fill", "weights": {each.name: getattr(weights, each.name) for each in dataclasses.fields(weights)}})
         try:
-            self._tell({"do": "fill", "weights": {each.name: getattr(weights, each.name) for each in dataclasses.fields(weights)}})
             error = self.parts.fill(model, weights, plugins)
         except BaseException as broken:
             self.end(broken)
@@ -118,6 +118,12 @@ class Team:
         return [piece.row, piece.start, piece.end, piece.decode, is_fresh, piece.blocks[0 if is_fresh else known :], list(piece.tokens)]
 
     def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            self._send(message)
+        except Exception as error:
+            self.end(error)
+
+    def _send(self, message: dict[str, Any]) -> None:
         data = torch.frombuffer(bytearray(json.dumps(message, separators=(",", ":")).encode()), dtype=torch.uint8)
         self.world.broadcast(torch.tensor([data.numel()]), 0, "size of a plan")
         self.world.broadcast(data, 0, "plan")
@@ -137,7 +143,7 @@ class Team:
         if self._children is not None:
             self._children.expected = True
         with contextlib.suppress(Exception):  # one that died now is no matter
-            self._tell({"do": "close"})
+            self._send({"do": "close"})
         if self._children is not None:
             self._children.close()
         self.world.close()
