@@ -94,7 +94,7 @@ ROWS = (
     _cuda("offset_rms_norm", "As rms_norm."),
     _cuda("layer_norm", "torch's norm: a block of threads for each row."),
     _cuda("segment_attention", _BY_SEGMENT),
-    _cuda("sigmoid_gate", _ROW_BY_ROW),
+    _cuda("sigmoid_gate", _ROW_BY_ROW, "sigmoid_gate/tiled"),
     _cuda("rope", _ROW_BY_ROW),
     _cuda("embedding", "A copy."),
     _cuda("permute", "A copy."),
