@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ def run(text: str, count: int = 2, **variables: Any) -> str:
 
 # ---------------------------------------------------------------- the sandbox
 
+BIG = "{% set a = 'x' * 90000 %}"
+GROW = "{%% set ns = namespace(l=[]) %%}{%% for i in range(60000) %%}{%% set ns.l = ns.l + %s %%}{%% endfor %%}"
+"""A list that grows by something large each time."""
+NESTED = "{%% set ns = namespace(x=1) %%}{%% for i in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}%s"
+"""A value that holds itself twice, sixty times over: small to keep, and endless to look through."""
+VARARGS = "{% set ns = namespace(x=1) %}{% macro m() %}{% set ns.x = varargs %}{% endmacro %}{% for i in range(60) %}{{ m(ns.x, ns.x) }}{% endfor %}"
+IN_ALL = r"makes and looks through more than 16,777,216 characters in all"
+TOO_LONG, WITHIN = rf"longer than the 100,000|{IN_ALL}", rf"does not end within|{IN_ALL}"
+
 
 @pytest.mark.parametrize(
     ("text", "says"),
@@ -54,17 +64,39 @@ def run(text: str, count: int = 2, **variables: Any) -> str:
         ("{{ '%1000000000000d' % 1 }}", r"formatting by %"),
         ("{{ 2 ** 1000000000 ** 10 }}", r"powers"),
         ("{{ 'a' * 1000000000000 }}", r"longer than 100,000"),
-        ("{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", r"longer than the 100,000"),
+        ("{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", TOO_LONG),
         ("{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}", r"longer than 100,000"),
         ("{{ ('a'|replace('a', 'b' * 90000)) | replace('b', 'cc') }}", r"longer than 100,000"),
         ("{{ 'a'.replace('a', 'b' * 90000).replace('b', 'cc') }}", r"longer than 100,000"),
-        ("{{ (['a' * 90000] * 90000) | join }}", r"longer than the 100,000"),
-        ("{{ ','.join(['a' * 90000] * 90000) }}", r"longer than the 100,000"),
-        ("{{ (['a' * 90000] * 90000) | tojson }}", r"longer than the 100,000"),
+        ("{{ (['a' * 90000] * 90000) | join }}", TOO_LONG),
+        ("{{ ','.join(['a' * 90000] * 90000) }}", TOO_LONG),
+        ("{{ (['a' * 90000] * 90000) | tojson }}", TOO_LONG),
         ("{{ messages | tojson(indent=100000000) }}", r"indent=100000000"),
         ("{% for i in range(90000) %}{{ 'ab' }}{% endfor %}", r"its text is longer"),
-        ("{% set r = range(90000)|list %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", r"does not end within"),
+        ("{% set r = range(90000)|list %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", WITHIN),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", r"calls itself too often"),
+        (f"{BIG}{{% set b %}}{{% for i in range(1000) %}}{{{{ a }}}}{{% endfor %}}{{% endset %}}", TOO_LONG),
+        (
+            f"{BIG}{{% macro m() %}}{{% for i in range(1000) %}}{{{{ a }}}}{{% endfor %}}{{% endmacro %}}{{{{ m()|length }}}}",
+            TOO_LONG,
+        ),
+        (f"{BIG}{GROW % '[a ~ i]'}", IN_ALL),
+        (f"{BIG}{GROW % '[a[i:]]'}", IN_ALL),
+        (f"{BIG}{GROW % '[a|upper]'}", IN_ALL),
+        (f"{BIG}{GROW % '[a.upper()]'}", IN_ALL),
+        (f"{BIG}{GROW % '[a|list]'}", TOO_LONG),
+        (f"{BIG}{{% macro m() %}}{{{{ a }}}}{{% endmacro %}}{GROW % '[m()]'}", IN_ALL),
+        ("{% for i in range(90000) %}{% set x = range(90000)|list|sort %}{% endfor %}", IN_ALL),
+        ("{% set r = range(3000)|list %}{% for i in range(9000) %}{% set x = r|select('in', r)|list|length %}{% endfor %}", IN_ALL),
+        ("{% set r = range(3000)|list %}{% for i in range(9000) %}{{ '' if r == range(3000)|list }}{% endfor %}", IN_ALL),
+        ("{% set r = range(3000)|list %}{% for i in range(9000) %}{{ '' if -1 in r }}{% endfor %}", IN_ALL),
+        (NESTED % ("[ns.x, ns.x]", "{{ ns.x == 1 }}"), TOO_LONG),
+        (NESTED % ("(ns.x, ns.x)", "{{ [ns.x]|unique|list }}"), TOO_LONG),
+        (NESTED % ("{'a': ns.x, 'b': ns.x}", "{{ 1 == ns.x }}"), TOO_LONG),
+        (NESTED % ("dict(a=ns.x, b=ns.x)", ""), TOO_LONG),
+        (VARARGS, TOO_LONG),
+        ("{% set n = namespace(x=10) %}{% for i in range(9000) %}{% set n.x = n.x * n.x %}{% endfor %}", r"numbers of more than"),
+        ("{% for i in range(90000) %}{% set x = [" + "i," * 3000 + "] %}{% endfor %}", WITHIN),
         ("{% include 'other' %}", r"another template \('other'\)"),
         ("{% import 'os' as os %}", r"another template"),
     ],
@@ -72,6 +104,42 @@ def run(text: str, count: int = 2, **variables: Any) -> str:
 def test_what_a_template_may_not_do(text: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         run(text)
+
+
+def test_special_tokens_in_the_id_of_a_call_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "ids.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ ':' ~ m.content }}{% for call in m.tool_calls or [] %}{{ call.id }}{% endfor %}"
+        "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"
+    )
+    tokenizer = templated(str(path))
+    call = ToolCall("<|im_end|>", "f", "{}")
+    ids, _ = tokenizer.render([Message("user", "a"), Message("assistant", "b", tool_calls=(call,))])
+    assert ids.count(END) == 2 and tokenizer.decode(ids).endswith("b<|im_end|>")
+
+
+def test_namespaces_of_namespaces_write_nothing_out() -> None:
+    assert "Namespace" in run(NESTED % ("namespace(a=ns.x, b=ns.x)", "{{ ns.x }}"))
+
+
+def test_threads_that_share_a_template_have_budgets_of_their_own() -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    class Waits(dict[str, Any]):
+        def get(self, *_: Any) -> None:
+            entered.set()
+            go.wait(20)
+
+    template = CompiledTemplate("mine", "{{ x.get('a') }}{% for m in messages %}{% for i in range(900) %}{% endfor %}{% endfor %}", 100_000)
+    done: list[str] = []
+    many = [{"role": "user", "content": ""}] * 300
+    thread = threading.Thread(target=lambda: done.append(template.render(many, x=Waits())))
+    thread.start()
+    assert entered.wait(20)
+    template.render([], x={})  # may do less, and nothing of it is the other's
+    go.set()
+    thread.join(60)
+    assert done == ["None"]
 
 
 def test_what_a_template_may_do() -> None:

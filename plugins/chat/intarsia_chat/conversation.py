@@ -177,7 +177,7 @@ class Conversation:
             values["tool_calls"] = [
                 {
                     "type": "function",
-                    "id": call.id,
+                    "id": guard.typed(call.id),
                     "function": {"name": guard.typed(call.name), "arguments": guard.values(_arguments(call.arguments, where))},
                 }
                 for call in message.tool_calls

@@ -1,7 +1,7 @@
 """Chat templates run: in Jinja's sandbox, with bounds on work and size, and errors that say where.
 
 A template may come with a model from anywhere. It sees values alone, and of what Jinja offers only what chat templates use: the lists below are all there is. Work is counted (rounds of loops and
-calls), so that what is refused is refused on every machine; no text grows beyond the bound.
+calls), and so are the characters that are made or looked through, so that what is refused is refused on every machine; no text grows beyond the bound, and no value whose text would.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, MappingView, Sequence
 from typing import Any
 
 import jinja2
@@ -21,6 +22,13 @@ from jinja2.visitor import NodeTransformer
 
 WORK, WORK_OF_MESSAGE = 200_000, 1_000
 """Rounds of loops and calls of one rendering, and how many more for each message, of which a template needs about 20."""
+IN_ALL = 32
+"""Characters that one rendering may make and look through, for each character that a conversation may have. An item of a list or mapping that is looked through counts as ITEM."""
+ITEM, LEAST_IN_ALL = 256, 1 << 24
+NODES_OF_ROUND = 256
+"""A body of a loop with so many more nodes counts as one more round."""
+LARGEST_NUMBER = 1 << 12
+"""Bits of a product."""
 
 _METHODS = (
     "append capitalize count endswith find get index isalnum isalpha isdigit islower isspace isupper items join keys lower lstrip partition pop removeprefix "
@@ -30,11 +38,16 @@ _FILTERS = (
     "abs capitalize count d default dictsort e escape first float int items last length list lower map max min reject rejectattr reverse round safe select "
     "selectattr sort title trim unique upper"
 )
+_CHEAP = "abs count d default first float int items last length round safe"
+"""Filters whose work does not grow with what they are given."""
+_OF_TEXT = "capitalize e escape lower title trim upper"
+"""Filters that make a text of a text; others take it apart."""
 _TESTS = (
     "boolean callable defined divisibleby eq equalto even false filter float ge greaterthan gt in integer iterable le lessthan lower lt mapping ne none number odd "
     "sameas sequence string test true undefined upper == != > >= < <="
 )
-METHODS, FILTERS, TESTS = (frozenset(names.split()) for names in (_METHODS, _FILTERS, _TESTS))
+METHODS, FILTERS, TESTS, CHEAP, OF_TEXT = (frozenset(names.split()) for names in (_METHODS, _FILTERS, _TESTS, _CHEAP, _OF_TEXT))
+HOLDS_ITEMS, PLAIN = (list, tuple, MappingView), (int, float, type(None))
 GROWING = frozenset({"+", "*", "**", "%"})
 DEEPEST_INDENT = 16
 
@@ -67,17 +80,66 @@ class _Generation(Extension):
 
 
 class _Counted(NodeTransformer):
-    """Loops count their rounds, and `~` is a call whose result is bounded."""
+    """Loops and macros count their rounds; what makes a text, a list or a mapping, or looks through one, is a call that is bounded."""
 
-    def visit_For(self, node: nodes.For) -> nodes.For:
+    def visit_For(self, node: Any) -> nodes.Node:
+        weight = 1 + sum(1 for _ in node.find_all(nodes.Node)) // NODES_OF_ROUND
         self.generic_visit(node)
-        call = nodes.Call(nodes.EnvironmentAttribute("work", lineno=node.lineno), [], [], None, None, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
-        return node
+        node.body.insert(0, nodes.ExprStmt(_call("work", node, nodes.Const(weight)), lineno=node.lineno))
+        return node  # type: ignore[no-any-return]
+
+    visit_Macro = visit_CallBlock = visit_For
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Call:
         self.generic_visit(node)
-        return nodes.Call(nodes.EnvironmentAttribute("joined", lineno=node.lineno), node.nodes, [], None, None, lineno=node.lineno)
+        return _call("joined", node, *node.nodes)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        edges = (edge or nodes.Const(None) for edge in (node.arg.start, node.arg.stop, node.arg.step))
+        return _call("sliced", node, node.node, *edges)
+
+    def visit_List(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        is_value = getattr(node, "ctx", "load") == "load" and not all(isinstance(item, nodes.Const) for item in node.items)
+        return _call("sized", node, node) if is_value else node
+
+    visit_Tuple = visit_Dict = visit_List
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        for operand in node.ops:
+            operand.expr = _weighed(operand.expr, operand.op)
+        return node
+
+    def visit_Test(self, node: nodes.Test) -> nodes.Test:
+        self.generic_visit(node)
+        node.args = [_weighed(value, node.name) for value in node.args]
+        return node
+
+
+def _call(name: str, node: nodes.Node, *values: nodes.Expr) -> nodes.Call:
+    """A call of the sandbox's own method."""
+    return nodes.Call(nodes.EnvironmentAttribute(name, lineno=node.lineno), list(values), [], None, None, lineno=node.lineno)
+
+
+def _weighed(value: nodes.Expr, operator: str) -> nodes.Expr:
+    return value if isinstance(value, nodes.Const) else _call("weighed", value, value, nodes.Const(operator))
+
+
+class _Budget(threading.local):
+    """What a rendering may still do. Each thread has its own."""
+
+    work, characters = WORK, 0
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's, which as a text would be all that it holds."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -89,36 +151,91 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], autoescape=False, finalize=self.sized
         )
-        self.characters, self.left = characters, WORK
+        self.characters, self.in_all, self.budget = characters, max(IN_ALL * characters, LEAST_IN_ALL), _Budget()
+        self.begin(0)
         own = {"tojson": self.to_json, "join": self.join, "replace": self.replace, "string": lambda value: str(self.sized(value))}
-        self.filters = {name: value for name, value in self.filters.items() if name in FILTERS} | own
+        self.filters = {name: self.counted(name, value) for name, value in self.filters.items() if name in FILTERS} | own
         self.tests = {name: value for name, value in self.tests.items() if name in TESTS}
-        kept = {name: self.globals[name] for name in ("range", "dict", "namespace")}
-        self.globals = {**kept, "raise_exception": _raise_exception}
+        kept = {name: self.globals[name] for name in ("range", "dict")}
+        self.globals = {**kept, "namespace": _Namespace, "raise_exception": _raise_exception}
 
-    def work(self) -> None:
+    def begin(self, messages: int) -> None:
+        """A new budget, for the rendering of so many messages."""
+        self.budget.work, self.budget.characters = WORK + WORK_OF_MESSAGE * messages, self.in_all
+
+    def work(self, weight: int = 1) -> None:
         """Count a round of a loop, or a call."""
-        self.left -= 1
-        if self.left < 0:
+        self.budget.work -= weight
+        if self.budget.work < 0:
             raise TooMuch("it does not end within as many rounds of loops and calls as its messages could need")
+
+    def spend(self, characters: int) -> None:
+        """Count characters that are made or looked through."""
+        self.budget.characters -= characters
+        if self.budget.characters < 0:
+            raise TooMuch(f"it makes and looks through more than {self.in_all:,} characters in all")
 
     def sized(self, value: Any) -> Any:
         """`value`, with no more text in it than a conversation may have. What a list holds twice counts twice: written out, it is there twice."""
-        left, waiting = self.characters, [value]
-        while waiting:
+        if isinstance(value, str) and len(value) <= self.characters:
+            self.spend(len(value))
+            return value
+        left, cost, waiting = self.characters, 0, [value]
+        while waiting and cost <= self.in_all:
             item = waiting.pop()
             if isinstance(item, str):
                 left -= len(item)
-            elif isinstance(item, Mapping):
-                waiting += [*item.keys(), *item.values()]
-            elif isinstance(item, list | tuple):
+                cost += len(item)
+            elif isinstance(item, HOLDS_ITEMS):
                 waiting += item
+            elif not isinstance(item, PLAIN) and isinstance(item, Mapping):
+                waiting += [*item.keys(), *item.values()]
             left -= 1
+            cost += ITEM
             if left < -1:
                 raise TooMuch(
                     f"a text is longer than the {self.characters:,} characters that a conversation may have (data.tokenizer.characters)"
                 )
+        self.spend(cost)
         return value
+
+    def weighed(self, value: Any, operator: str) -> Any:
+        """`value`, which is about to be compared, or to be searched."""
+        if not isinstance(value, str) and not (isinstance(value, Mapping) and operator in ("in", "notin")):
+            self.sized(value)
+        return value
+
+    def sliced(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+        """`value[start:stop:step]`."""
+        found = value[start:stop:step]
+        self.spend(_length(found))
+        return found
+
+    def concat(self, pieces: Any) -> str:
+        """The text of a block or macro."""
+        return "".join(self.sized([*pieces]))
+
+    def counted(self, name: str, apply: Any) -> Any:
+        """A filter whose work is counted."""
+        if name in CHEAP:
+            return apply
+        place = int(hasattr(apply, "jinja_pass_arg"))  # behind what Jinja passes
+
+        @functools.wraps(apply)
+        def filtered(*values: Any, **named: Any) -> Any:
+            value, others = values[place], [*values[place + 1 :], *named.values()]
+            if isinstance(value, Iterator):  # what another filter gives
+                value = [*value]
+            length = len(value) if isinstance(value, str | range) else _length(value)
+            self.sized(others)
+            self.spend((1 + sum(len(other) for other in others if isinstance(other, str | list | tuple))) * length)
+            if isinstance(value, range) or (isinstance(value, str) and name not in OF_TEXT):
+                self.spend(ITEM * length)
+            else:
+                self.sized(value)
+            return apply(*values[:place], value, *values[place + 1 :], **named)
+
+        return filtered
 
     def joined(self, *parts: Any) -> str:
         """`a ~ b`."""
@@ -142,13 +259,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Any call, counted. What methods of texts make is checked before."""
-        self.work()
         name, owner = getattr(obj, "__name__", ""), getattr(obj, "__self__", None)
+        if owner is self:
+            return super().call(context, obj, *args, **kwargs)
+        self.work()
+        self.sized([*args, *kwargs.values()])
         if isinstance(owner, str) and name == "replace":
             return self.replace(owner, *args, **kwargs)
         if isinstance(owner, str) and name == "join" and args:
             args = (self._spread(list(args[0]), owner), *args[1:])
-        return super().call(context, obj, *args, **kwargs)
+        if isinstance(owner, str):
+            self.spend(len(owner))
+        return self.sized(super().call(context, obj, *args, **kwargs))
 
     def get_template(self, name: Any, *_: Any, **__: Any) -> Any:
         """None: a template is one text."""
@@ -170,7 +292,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         times = [side for side in (left, right) if isinstance(side, int)]
         if (sum(lengths) if operator == "+" else sum(lengths) * sum(times)) > self.characters:
             raise TooMuch(f"{operator} would make something longer than {self.characters:,} characters")
-        return super().call_binop(context, operator, left, right)
+        if operator == "*" and not lengths and sum(side.bit_length() for side in times) > LARGEST_NUMBER:
+            raise TooMuch(f"{operator} would make numbers of more than {LARGEST_NUMBER:,} bits")
+        found = super().call_binop(context, operator, left, right)
+        self.spend(_length(found))
+        return found
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Of texts, lists and mappings the methods that chat templates use."""
@@ -185,6 +311,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if indent is not None and not 0 <= int(indent) <= DEEPEST_INDENT:
             raise TooMuch(f"tojson(indent={indent}) is out of range: at most {DEEPEST_INDENT}")
         return json.dumps(self.sized(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _length(value: Any) -> int:
+    """Characters that a text or list counts as where it is copied, without what is in it."""
+    return len(value) if isinstance(value, str) else 8 * len(value) if isinstance(value, list | tuple | Mapping) else 0
 
 
 def _raise_exception(message: str) -> None:
@@ -216,7 +347,7 @@ class CompiledTemplate:
         """The text of a conversation. `messages` are its dicts; `variables` whatever else the template is told."""
         environment, seen = self._environment, [-1]
         views = [MessageView(message, number, seen) for number, message in enumerate(messages)]
-        environment.left = WORK + WORK_OF_MESSAGE * len(messages)
+        environment.begin(len(messages))
         pieces, length = [], 0
         try:
             for piece in self._template.generate(messages=views, **variables):
