@@ -121,6 +121,16 @@ def test_scales_that_make_no_weights(make, value, sound):
         weights.read("layers.0.attention.wo.weight")
 
 
+def test_quantised_weights_whose_config_does_not_say_so(make):
+    def quantise(found):
+        name = "model.layers.0.self_attn.o_proj.weight"
+        found[name], found[f"{name}_scale_inv"] = found[name].to(torch.float8_e4m3fn), torch.ones(2, 1)
+
+    text = problem(make(quantise))
+    assert "o_proj.weight_scale_inv" in text and "config.json has no quantization_config" in text
+    assert "quantization_config" not in problem(make(lambda found: found.update({"model.norms.weight": torch.ones(16)})))
+
+
 def test_a_recipe_that_does_not_go_with_the_folders_model(make, tmp_path, capsys):
     run = tmp_path / "run"
     assert (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from intarsia_huggingface.boxes import read_box
 from intarsia_huggingface.config import TokenizerJsonConfig
-from intarsia_huggingface.quantised import Blocks, blocks_of
+from intarsia_huggingface.quantised import SUFFIX, Blocks, blocks_of
 from intarsia_huggingface.rules import Row, choose, expand, experts_of, formed, to_theirs, twins, whole_numbers
 from intarsia_huggingface.safetensors_file import BLOCK_BYTES, SafetensorsFile
 
@@ -177,6 +177,8 @@ class HFFolder:
         hint = (
             f"\nconfig.json says that the output projection is not tied to the embedding, so {heads.pop()} must be there." if heads else ""
         )
+        if not self._blocks.rows and any(name.endswith(SUFFIX) for name in surplus):
+            hint += f"\n{CONFIG} has no quantization_config, so nothing says how the weights beside {SUFFIX} are quantised. Take the {CONFIG} that belongs to these files."
         hint += "".join(
             f"\n{text}" for glob, text in self.table.extra.get("hints", {}).items() if fnmatch.filter(self._unread(missing), glob)
         )
