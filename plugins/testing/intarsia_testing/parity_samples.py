@@ -100,8 +100,8 @@ def make_samples(rows: Sequence[Sequence[Segment]], values: int, merge: int = 2,
     extra |= {"visual_BS": torch.tensor(visual), "patches_NC": torch.cat(patches), "grids": tuple(grid[1:] for grid in grids)}
     order = [torch.empty(0, dtype=torch.int64)] * len(grids)
     at = 0
-    for kind, name, grid_name in (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw")):
-        mine = [number for number, grid in enumerate(grids) if grid[0] == kind]
+    for medium, name, grid_name in (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw")):
+        mine = [number for number, grid in enumerate(grids) if grid[0] == medium]
         if mine:
             theirs |= {name: torch.cat([patches[k] for k in mine]), grid_name: torch.tensor([grids[k][1:] for k in mine])}
         for k in mine:

@@ -86,7 +86,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     # Deselected tests are listed among the reports as items: they were not examined.
     everything = [report for reports in terminalreporter.stats.values() for report in reports if isinstance(report, pytest.TestReport)]
     calls = sorted((report for report in everything if report.when == "call"), key=lambda report: report.nodeid.partition("::")[0])
-    table = parity_table(value for report in calls for name, value in report.user_properties if name == PARITY)
+    found: list[Any] = [value for report in calls for name, value in report.user_properties if name == PARITY]
+    table = parity_table(found)
     if table:
         terminalreporter.section("intarsia parity")
         for line in table:
