@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -155,3 +156,30 @@ def test_templates_write_calls_and_tools_as_the_formats_do() -> None:
             text = CompiledTemplate(template.name, template.text, 1 << 20).render(messages, tools=specs, add_generation_prompt=False)
             assert f"<|im_start|>system\n{form.specs(tools)}<|im_end|>\n" in text
             assert f"{form.calls(content, calls)}<|im_end|>" in text
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": ["\\ud800"]}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "\\udfff", "arguments": {}}\n</tool_call>'),
+        ("qwen_xml", '<tool_call>\n<function=f>\n<parameter=a>\n["\\ud800"]\n</parameter>\n</function>\n</tool_call>'),
+        ("json_message", '{"name": "f", "parameters": {"\\ud800": 1}}'),
+    ],
+)
+def test_a_call_with_half_a_character_is_no_call(form: str, text: str) -> None:
+    assert FORMATS[form].parse(text) == (text, ()), "nobody could encode what it says"
+
+
+def test_the_same_half_in_data_is_told() -> None:
+    call = ToolCall("call-1", "f", '{"a": "\\ud800"}')
+    for form in FORMATS.values():
+        with pytest.raises(UsageError, match=r"arguments of the call of 'f' are no JSON: .*surrogates not allowed"):
+            form.calls("", (call,))
+
+
+def test_a_text_of_nothing_but_beginnings_is_read_in_time() -> None:
+    begun = time.process_time()
+    text = "<tool_call>" * 40_000
+    assert FORMATS["hermes"].parse(text) == (text, ())
+    assert time.process_time() - begun < 2, "each beginning must not copy all that follows it"

@@ -264,6 +264,10 @@ def test_mistakes_in_conversations() -> None:
             [user, Message("assistant", "a", tool_calls=(ToolCall("1", "f", "{"),))],
             r"message 2 of 2: the arguments of its call are no JSON",
         ),
+        (
+            [user, Message("assistant", "a", tool_calls=(ToolCall("1", "f", '{"a": "\\ud800"}'),))],
+            r"message 2 of 2: the arguments of its call are no JSON: .*surrogates not allowed",
+        ),
         ([Message("user", ("look", Media("image", b"")))], r"message 1 of 1: it holds a medium \(image\).*loader=multimodal"),
         ([Message("user", (9_999,))], r"token id 9999 is out of range"),
         ([user, Message("user", "x", trained=True)], r"message 2 of 2 is the user's and marked as trained on"),

@@ -23,6 +23,7 @@ from intarsia.errors import UsageError, did_you_mean
 from intarsia_data.tokenizer import is_trained
 
 from intarsia_chat.contracts import ChatTemplate
+from intarsia_chat.formats.values import encodable
 from intarsia_chat.guard import Guard, Piece, Special, Text, special_pattern
 from intarsia_chat.jinja import CompiledTemplate
 
@@ -341,6 +342,7 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
     """A call's arguments. UsageError where they are no JSON object."""
     try:
         value = json.loads(text) if text.strip() else {}
+        encodable(value)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: the arguments of its call are no JSON: {error}.") from error
     if not isinstance(value, dict):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from intarsia.contracts import ToolCall
 
+from intarsia_chat.formats.values import behind_white
+
 OPEN, CLOSE = "<tool_call>\n", "\n</tool_call>"
 _OPEN = OPEN.strip()
 
@@ -36,7 +38,7 @@ def read_calls(text: str, read: ReadCall, before_first: str) -> tuple[str, tuple
 
 def closed(text: str, end: int) -> int:
     """The place behind the </tool_call> that must follow, with nothing but white space before it. ValueError where it does not."""
-    end += len(text[end:]) - len(text[end:].lstrip())
+    end = behind_white(text, end)
     if not text.startswith(CLOSE.strip(), end):
         raise ValueError("something else follows")
     return end + len(CLOSE.strip())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from intarsia.contracts import ToolCall, ToolSpec
 
 from intarsia_chat.formats.between import CLOSE, OPEN, closed, read_calls
-from intarsia_chat.formats.values import arguments_of, call_of, strict, to_json, tool_json
+from intarsia_chat.formats.values import arguments_of, behind_white, call_of, strict, to_json, tool_json
 
 
 class Hermes:
@@ -37,7 +37,9 @@ class Hermes:
 
 
 def _read(text: str, begin: int, number: int) -> tuple[ToolCall, int]:
-    begin += len(text[begin:]) - len(text[begin:].lstrip())
+    begin = behind_white(text, begin)
+    if not text.startswith("{", begin):  # a decoder would count the lines before it, for its message
+        raise ValueError("a call is an object")
     value, end = strict(text, begin)
     if not isinstance(value, dict) or set(value) != {"name", "arguments"}:
         raise ValueError("a call has a name and arguments")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from intarsia.contracts import ToolCall, ToolSpec
 from intarsia.errors import UsageError
+
+WHITE = re.compile(r"\s*")
 
 
 def tool_json(tool: ToolSpec, indent: int | None = None) -> str:
@@ -29,10 +32,21 @@ def strict(text: str, begin: int = 0) -> tuple[Any, int]:
         raise ValueError("nested too deeply") from error
 
 
+def encodable(value: Any) -> None:
+    """ValueError for JSON with half a character in it (an escaped lone surrogate), which no tokenizer could encode."""
+    to_json(value).encode()
+
+
+def behind_white(text: str, begin: int) -> int:
+    """The place of the first character at or behind `begin` that is no white space."""
+    return WHITE.match(text, begin).end()  # type: ignore[union-attr]  # it matches nothing, too
+
+
 def arguments_of(call: ToolCall, form: str) -> dict[str, Any]:
     """A call's arguments. UsageError where they are no JSON object."""
     try:
         value, end = strict(call.arguments)
+        encodable(value)
     except ValueError as error:
         raise UsageError(f"{form}: the arguments of the call of {call.name!r} are no JSON: {error}.") from error
     if not isinstance(value, dict) or call.arguments[end:].strip():
@@ -44,6 +58,8 @@ def call_of(number: int, name: Any, arguments: Any) -> ToolCall:
     """Call `number` (from 1). ValueError where that is none."""
     if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
         raise ValueError("a call has a name, and an object of arguments")
+    encodable(name)
+    encodable(arguments)
     return ToolCall(f"call-{number}", name, to_json(arguments))
 
 
