@@ -13,6 +13,7 @@ import torch
 from intarsia.contracts import Document, Media, Message
 from intarsia.errors import PluginError, UsageError
 from intarsia.plugins import current
+from intarsia_chat.config import TemplatedConfig
 from intarsia_data.config import ByteTokenizerConfig
 from intarsia_eager.context import TrainContext
 from intarsia_generation import CacheContext, Generator, SamplingConfig
@@ -174,6 +175,29 @@ def test_a_conversation_with_images_ends_as_one_of_text(seeing):
     assert read.ends == plain.ends and len(read.ends) == 1
     assert read.tokens[-1] == plain.tokens[-1]
     assert len(read.prepared.media) == 2
+
+
+def test_chat_templates_write_conversations_with_images(seeing):
+    specials = (*SPECIALS, "<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    tokenizer = current().build(TemplatedConfig(tokenizer=ByteTokenizerConfig(specials=specials), template="qwen3_5"))
+    one = Generator(seeing, tokenizer, 512, CPU, processor=lambda: current().build(PROCESSOR, tokenizer))
+    read = one.read([Message("system", "Be."), Message("user", (image(16, 16), "What?"))])
+    start, end = (tokenizer.special_id(text) for text in specials[4:6])
+    asked = (start, *b"user\n", 264, 266, 266, 266, 266, 265, *b"What?", end, *b"\n")
+    assert read.tokens == (start, *b"system\nBe.", end, *b"\n", *asked, start, *b"assistant\n<think>\n") and end in read.ends
+    assert read.prepared.media[0].grid == (1, 4, 4)
+    assert one.generate([[Message("user", (image(16, 16), "What?"))]], GREEDY)[0].tokens
+
+
+def test_texts_are_shown_nothing(seeing):
+    """Not even positions: what a model of text computes is what it was."""
+    context = CacheContext(seeing, 2, CPU)
+    assert context.extra == {}
+    with torch.inference_mode():
+        prefill(seeing, context, [Input((1, 2, 3)), Input((4,))])
+        assert context.extra == {}
+        context.begin([1, 1])
+    assert context.extra == {}
 
 
 def text_model() -> Any:
