@@ -108,6 +108,21 @@ def test_yarn_is_there_where_it_is_asked_for():
     assert resolve("qwen3/8b", overrides).recipe.model == long
 
 
+def test_a_model_that_has_more_positions_already_is_not_stretched_to_fewer():
+    later = chz.replace(sizes.qwen3_8b(), max_positions=262144, rope=chz.replace(sizes.qwen3_8b().rope, theta=5e6))
+    with pytest.raises(UsageError, match=r"262144 positions.*factor"):
+        stretched(later)
+
+
+@pytest.mark.parametrize(("name", "millions", "each"), [("debug", 1.8, None), ("moe_debug", 2.0, 0.8)])
+def test_the_debug_sizes_are_as_large_as_they_say(name, millions, each):
+    config = getattr(sizes, name)()
+    named = dict(on_meta(config).named_parameters())
+    total = sum(parameter.numel() for parameter in named.values())
+    routed = sum(parameter.numel() for key, parameter in named.items() if ".experts." in key)
+    assert round(total / 1e6, 1) == millions and (each is None or round((total - routed + routed / 4) / 1e6, 1) == each)
+
+
 def test_released_configs_as_they_are_spelt():
     """What the files of Qwen3-30B-A3B say."""
     theirs = {
@@ -168,6 +183,9 @@ def test_what_their_classes_take_for_absent_fields():
     del dense["head_dim"]
     assert config_to_ours(dense).layers[0].attention.head_dim == 128
     assert type(config_to_ours({**dense, "num_experts": 4}).layers[0].feed_forward) is SwiGLUConfig
+    for said, meant in (("absent", 0.001), (None, 0.0), (0.5, 0.5)):
+        found = config_to_ours({key: value for key, value in {**sparse, "router_aux_loss_coef": said}.items() if value != "absent"})
+        assert found.layers[0].feed_forward.router.joint_loss == meant
     del sparse["num_experts"]
     with pytest.raises(UsageError, match="num_experts"):
         config_to_ours(sparse)

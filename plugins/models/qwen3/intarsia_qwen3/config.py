@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import chz
+from intarsia.errors import UsageError
 from intarsia_models_common.config import (
     AttentionConfig,
     BlockConfig,
@@ -76,7 +77,12 @@ def qwen3(
 
 
 def stretched(model: Qwen3Config, factor: float = 4.0) -> Qwen3Config:
-    """The model for a context that is `factor` times as long as the trained one, by YaRN."""
+    """The model for a context that is `factor` times as long as the trained one, by YaRN. UsageError where the model has as many positions without (those of July 2025)."""
+    if model.max_positions > factor * TRAINED_POSITIONS:
+        raise UsageError(
+            f"The model has {model.max_positions} positions, and YaRN by the factor {factor:g} would leave it {round(factor * TRAINED_POSITIONS)} ({TRAINED_POSITIONS} of them trained). Leave "
+            "it as it is, or take a larger factor."
+        )
     rope = chz.replace(model.rope, scaling="yarn", factor=factor, original_positions=TRAINED_POSITIONS)
     return chz.replace(model, rope=rope, max_positions=round(factor * TRAINED_POSITIONS))
 

@@ -11,7 +11,7 @@ from intarsia_models_common.config import AttentionConfig, BlockConfig, FeedForw
 from intarsia_models_common.hf import check_values, rope_from, rope_to
 from intarsia_models_common.moe.config import MoEConfig, SoftmaxRouterConfig
 
-from intarsia_qwen3.config import Qwen3Config, experts, qwen3
+from intarsia_qwen3.config import JOINT_LOSS, Qwen3Config, experts, qwen3
 
 DENSE, SPARSE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 
@@ -107,7 +107,7 @@ def _experts_of(theirs: Mapping[str, Any]) -> MoEConfig | None:
         theirs["num_experts_per_tok"],
         theirs["moe_intermediate_size"],
         norm_topk=bool(theirs.get("norm_topk_prob", False)),
-        joint_loss=float(theirs.get("router_aux_loss_coef", 0.001)),
+        joint_loss=float(theirs.get("router_aux_loss_coef", JOINT_LOSS) or 0.0),
     )
 
 
