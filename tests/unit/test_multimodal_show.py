@@ -65,6 +65,8 @@ def test_it_shows_documents_and_images(tmp_path, capsys):
     assert ">one <<0.2 seconds>[2 x 12 x 16 patches, 96 tokens]<1.2 seconds>" in out
     assert "padding instead of data.mixture.0.source (media_jsonl): document 2: image " in out and "tokens: (padding)\n" in out
     assert "The data ends after 1 steps." in out
+    code, _, error = show(tmp_path, capsys, "--steps", "-1")
+    assert code and "--steps is -1; it must be at least 1." in error
     names = sorted(path.name for path in (tmp_path / "seen").iterdir())
     assert len(names) == 5
     (image,) = (path for path in (tmp_path / "seen").iterdir() if path.stem.count("-") == 1)

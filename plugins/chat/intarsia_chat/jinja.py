@@ -10,7 +10,7 @@ import datetime
 import functools
 import json
 import threading
-from collections.abc import Iterator, Mapping, MappingView, Sequence
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any
 
 import jinja2
@@ -47,7 +47,7 @@ _TESTS = (
     "sameas sequence string test true undefined upper == != > >= < <="
 )
 METHODS, FILTERS, TESTS, CHEAP, OF_TEXT = (frozenset(names.split()) for names in (_METHODS, _FILTERS, _TESTS, _CHEAP, _OF_TEXT))
-HOLDS_ITEMS, PLAIN = (list, tuple, MappingView), (int, float, type(None))
+HOLDS_ITEMS, PLAIN = (list, tuple, KeysView, ValuesView, ItemsView), (int, float, type(None))
 GROWING = frozenset({"+", "*", "**", "%"})
 DEEPEST_INDENT = 16
 

@@ -42,6 +42,8 @@ class MediaCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print to standard output."""
+        if arguments.steps < 1:
+            raise UsageError(f"--steps is {arguments.steps}; it must be at least 1.")
         recipe = resolve(arguments.recipe, arguments.overrides, arguments.transforms).recipe
         settings = recipe.data.loader
         if not isinstance(settings, MultimodalConfig):
