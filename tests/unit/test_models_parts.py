@@ -198,7 +198,7 @@ def test_prediction_ahead_goes_before_another_base():
 @pytest.mark.parametrize(
     ("theirs", "texts"),
     [
-        # transformers 5 reads rope_scaling alone where both are there; older ones, and we before, the other: neither is what somebody meant.
+        # transformers 5 reads rope_scaling alone where both are there, others the other one.
         (
             {
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
