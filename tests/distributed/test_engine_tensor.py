@@ -118,18 +118,6 @@ async def killed_while_it_runs(generator: Any, victim: int) -> None:
     await task
 
 
-def test_no_rank_outlives_the_first() -> None:
-    async def work() -> None:
-        process = await start(CONFIG, GeneratorContext(recipe(), current(), initial=True))
-        (other,) = followers(process.pid)
-        with pytest.raises(ProcessDied, match="SIGKILL"):
-            await asyncio.wait_for(killed_while_it_runs(await RemoteGenerator.connect(process), process.pid), 60)
-        assert gone(process.pid) and gone(other)
-        await process.stop()
-
-    asyncio.run(work())
-
-
 def test_what_cannot_be_cut_is_said_where_the_generator_is_asked_for() -> None:
     """Both ranks find it; one error comes, with the role's own words."""
     few = recipe_of(dense(heads=1, kv_heads=1), sharder=WholeConfig())
