@@ -102,8 +102,8 @@ class ParityTests:
         if self._request is None:
             return
         node = self._request.node
-        callspec = getattr(node, "callspec", None)
-        inputs = batch if callspec is None or "batch" not in callspec.params else callspec.id
+        params = getattr(getattr(node, "callspec", None), "params", {})
+        inputs = "-".join([batch, *(str(value) for name, value in params.items() if name != "batch")])
         family = f"{self.family or type(theirs).__name__} {type(self).__name__}"
         node.user_properties.append((PARITY, measured(family, inputs, what, error, allowed, note)))
 
