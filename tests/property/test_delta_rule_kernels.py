@@ -147,8 +147,9 @@ def check_separate() -> None:
     import torch
     from intarsia_kernels.delta_rule.rule import gated_delta_rule
 
-    lengths = (40, 24, 1, 1, 30, 54)
-    inputs = call(1, sum(lengths), 2, 64, 64)
+    # The last begins within a chunk that a longer run ends in.
+    lengths = (40, 24, 1, 1, 100, 5)
+    inputs = call(1, sum(lengths), 2, 64, 64, decay=0.01)
     fixed = {"scale": 0.125, "normalise": True}
     packed = {name: x.float().requires_grad_() for name, x in inputs.items()}
     wave = torch.cos(torch.arange(sum(lengths) * 128) * 0.7).view(1, -1, 2, 64)
