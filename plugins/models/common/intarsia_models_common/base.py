@@ -63,7 +63,8 @@ class LanguageModel(nn.Module):
     def build_rope(self) -> nn.Module:
         """The tables' maker. Its head dim is the attention layers' (of MLA the rotated part's); a family whose layers differ overrides this."""
         mixers, said = [block.attention for block in self.config.layers], self.config.rope.dim
-        dims = {getattr(mixer, "rope_dim", getattr(mixer, "head_dim", None)) for mixer in mixers} - {None}
+        found = [getattr(mixer, "rope_dim", getattr(mixer, "head_dim", None)) for mixer in mixers]
+        dims: set[int] = {dim for dim in found if dim is not None}
         if said is None and len(dims) != 1:
             raise PluginError(
                 f"{type(self).__name__} cannot tell its rotary dimension: attention.head_dim is {sorted(map(str, dims))}. Set rope.dim."
