@@ -147,8 +147,8 @@ def check_separate() -> None:
     import torch
     from intarsia_kernels.delta_rule.rule import gated_delta_rule
 
-    # The last begins within a chunk that a longer run ends in.
-    lengths = (40, 24, 1, 1, 100, 5)
+    # Documents that begin and end within chunks, at chunks' borders, and one in whose last chunk another goes on.
+    lengths = (40, 30, 26, 1, 1, 100, 5)
     inputs = call(1, sum(lengths), 2, 64, 64, decay=0.01)
     fixed = {"scale": 0.125, "normalise": True}
     packed = {name: x.float().requires_grad_() for name, x in inputs.items()}
