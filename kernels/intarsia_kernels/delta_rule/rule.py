@@ -38,7 +38,8 @@ class _Sizes:
 
     @classmethod
     def of(cls, k_BSHK: Tensor, v_BSHV: Tensor) -> _Sizes:
-        return cls(*k_BSHK.shape, v_BSHV.shape[-1], settings(k_BSHK.dtype, k_BSHK.shape[-1]).chunk)
+        rows, tokens, heads, keys = k_BSHK.shape
+        return cls(rows, tokens, heads, keys, v_BSHV.shape[-1], settings(k_BSHK.dtype, keys).chunk)
 
     @property
     def chunks(self) -> int:

@@ -8,7 +8,9 @@ Backward walks along the tokens with the last K - 1 inputs and the gradients tha
 Shape suffixes: B rows, S tokens, C channels, K taps, P pieces.
 """
 
-# ruff: noqa: RUF005 (Triton compiles sums of tuples, and no unpacking)
+# Triton compiles sums of tuples, and no unpacking of them, and their lengths are its constants.
+# ruff: noqa: RUF005
+# mypy: disable-error-code=assignment
 from __future__ import annotations
 
 from typing import Any, Literal
