@@ -44,8 +44,8 @@ def test_images_are_shown_and_recorded(run, pictures, capsys):
     two = answers("--chat", "--greedy", *shown, "--prompt", "What?", "--prompt", "Where is it?")
     assert [each["prompt"] for each in two] == ["What?", "Where is it?"]
     one = answers("--chat", "--greedy", *shown[:2], "--prompt", "What?")
-    # A start, 16 features of 32 x 32 pixels in patches of 4, two by two, and an end more.
-    assert len(two[0]["prompt_tokens"]) == len(one[0]["prompt_tokens"]) + 18 and two[0]["prompt_tokens"].count(266) == 32
+    # A start, 4 features of 32 x 32 pixels in patches of 8, two by two, and an end more.
+    assert len(two[0]["prompt_tokens"]) == len(one[0]["prompt_tokens"]) + 6 and two[0]["prompt_tokens"].count(266) == 8
     plain = answers("--greedy", *shown[2:], "--prompt", "What?")
     assert plain[0]["prompt_tokens"][:2] == [256, 264] and bytes(plain[0]["prompt_tokens"][-5:]) == b"What?"
     *_, event = [each for each in read_events(run) if each["event"] == "generate"]
@@ -62,7 +62,7 @@ def test_images_are_shown_and_recorded(run, pictures, capsys):
         (("--video", __file__), "video"),
         (("--image", __file__), "it is no image of a format that is read"),
         (("--image", "PICTURE", "--processor", "patchs"), "Did you mean 'patches'?"),
-        (("--image", "PICTURE", "--processor", "patches"), "model.vision.patch is 4, and the processor's 16"),
+        (("--image", "PICTURE", "--processor", "patches"), "model.vision.patch is 8, and the processor's 16"),
     ],
 )
 def test_what_cannot_be_shown(run, pictures, capsys, arguments, words):

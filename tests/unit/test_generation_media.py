@@ -27,7 +27,7 @@ from PIL import Image
 
 CPU = torch.device("cpu")
 SPECIALS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-PROCESSOR = PatchProcessorConfig(patch=4, min_pixels=256, max_pixels=2048, video_min_pixels=256, video_max_pixels=4096)
+PROCESSOR = PatchProcessorConfig(patch=8, min_pixels=1024, max_pixels=8192, video_min_pixels=1024, video_max_pixels=16384)
 GREEDY = SamplingConfig(max_tokens=10, temperature=0.0, ignore_eos=True)
 
 
