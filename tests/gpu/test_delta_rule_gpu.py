@@ -10,11 +10,13 @@ import torch
 from intarsia import ops, plugins
 from intarsia.device import capabilities
 from intarsia_kernels.delta_rule import peers
-from intarsia_kernels.delta_rule.rule import gated_delta_rule
-from intarsia_kernels.delta_rule.short_conv import short_conv
 from intarsia_models_common.linear_attention.delta_rule import gated_delta_rule as reference
 from intarsia_testing.kernel import KernelConformance
 from torch import Tensor
+
+if importlib.util.find_spec("triton"):
+    from intarsia_kernels.delta_rule.rule import gated_delta_rule
+    from intarsia_kernels.delta_rule.short_conv import short_conv
 
 pytestmark = pytest.mark.gpu
 
