@@ -135,7 +135,7 @@ class LanguageModel(nn.Module):
     def regions(self) -> Regions:
         """Each block is a unit of sharding, recomputation and compilation."""
         # On a pipeline stage what belongs to others is None.
-        blocks = tuple(f"layers.{i}" for i, layer in enumerate(self.layers) if layer is not None)
+        blocks = tuple(f"layers.{i}" for i, layer in enumerate(self.layers or ()) if layer is not None)
         tied = self.config.tied and self.tok_embeddings is not None and self.head is not None
         ties = (("tok_embeddings.weight", "head.weight"),) if tied else ()
         return Regions(blocks=blocks, compile=blocks, ties=ties)
