@@ -118,8 +118,9 @@ class Watch(TorchDispatchMode):
         if name.startswith("intarsia_planner.delta_rule"):
             is_backward = name.endswith("backward")
             _, k, v = inputs[is_backward : 3 + is_backward]
-            for shape, count in delta_rule.products(k, v, is_backward):
-                self.work.products[shape] += count
+            # Small products of many chunks within one launch, as in attention, and not a launch each.
+            flops = sum(2 * rows * columns * inner * count for (rows, columns, inner), count in delta_rule.products(k, v, is_backward))
+            self.work.attention[k.shape[-1], is_backward, False] += flops
             # Two launches forwards and three backwards read and write all of it.
             self.work.moved += sum(each.numel() * each.element_size() for each in (*inputs, *outputs)) * (2 + is_backward)
             self.work.launches += 2 + is_backward
