@@ -28,7 +28,8 @@ TYPES = {
     **dict.fromkeys(("step", "steps", "world", "tokens", "counted_tokens", "tokens_total", "memory_bytes", "pid", "sample"), int),
     **dict.fromkeys(("parameters", "trainable_parameters", "checkpoint_step"), int),
     **dict.fromkeys(
-        ("loss", "gradient_norm", "learning_rate", "seconds_s", "tokens_per_s", "bits_per_byte", "time_s", "elapsed_s", "media_flops"), (int, float)
+        ("loss", "gradient_norm", "learning_rate", "seconds_s", "tokens_per_s", "bits_per_byte", "time_s", "elapsed_s", "media_flops"),
+        (int, float),
     ),
     **dict.fromkeys(
         ("run", "directory", "device", "host", "plugins", "stage", "location", "message", "outcome", "prompt", "text", "finish"), str

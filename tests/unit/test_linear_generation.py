@@ -178,9 +178,7 @@ def test_the_batch_invariant_mode_is_refused_by_name() -> None:
 
 def test_the_generator_serves_the_model() -> None:
     """By its entry: asyncio in front, one thread behind."""
-    made = build(
-        LocalConfig(device="cpu", dtype="float32"), GeneratorContext(recipe_of(hybrid(vocab_size=264)), current(), initial=True)
-    )
+    made = build(LocalConfig(device="cpu", dtype="float32"), GeneratorContext(recipe_of(hybrid(vocab_size=264)), current(), initial=True))
 
     async def ask() -> Any:
         return await made.generate(Request("a", (1, 2, 3), Sampling(4)))
