@@ -39,7 +39,7 @@ EXPERTS: dict[str, Mesh] = {
 COMBINED: dict[str, Mesh] = {
     "tp2 pp2": (4, True, ("mesh.tp=2", "mesh.pp=2", *PIPELINE, "engine.schedule=zb_h1", *SHARED)),
     "tp2 cp2 dp2": (8, False, ("mesh.tp=2", "mesh.cp=2", "mesh.dp_shard=2", "train.micro_batch=4")),
-    "pp2 cp2 dp2": (8, True, ("mesh.pp=2", "mesh.cp=2", "mesh.dp_shard=2", "engine=pipeline", "train.micro_batch=1")),
+    "pp2 cp2 tp2": (8, True, ("mesh.pp=2", "mesh.cp=2", "mesh.tp=2", *PIPELINE)),
 }
 HYBRID: dict[str, Mesh] = {"cp4": (4, False, ("mesh.cp=4",)), "cp4 tp2": (8, False, ("mesh.cp=4", "mesh.tp=2", *SHARED))}
 # What the normal session runs: every axis once, DeepStack in a pipeline.
