@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-FACTORS = 7
-"""float32 numbers of each token of a chunk and head that are kept beside products."""
+FACTORS = 9
+"""float32 numbers of each token of a chunk and head that are kept beside products; `intarsia_kernels.delta_rule.prepare` lists them."""
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 

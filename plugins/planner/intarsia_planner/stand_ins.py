@@ -6,7 +6,7 @@
 | cross_entropy | the gradients by hidden states and, in float32, by the weight; one chunk's logits while it runs | `kernels/intarsia_kernels/loss/triton_cross_entropy.py` |
 | rms_norm | x, the weight, the reciprocal root for each row (float32) | `kernels/intarsia_kernels/norm/triton_rms_norm.py` |
 | segment_attention | as attention | torch's own attention, segment by segment (the operator's reference) |
-| gated_delta_rule | the inputs, and of each chunk its state, two triangles and seven factors (`delta_rule`) | `kernels/intarsia_kernels/delta_rule/rule.py` |
+| gated_delta_rule | the inputs, and of each chunk its state, two triangles and nine factors (`delta_rule`) | `kernels/intarsia_kernels/delta_rule/rule.py` |
 
 Other operators' kernels keep what their references do.
 """

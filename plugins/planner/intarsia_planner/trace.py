@@ -121,9 +121,9 @@ class Watch(TorchDispatchMode):
             # Small products of many chunks within one launch, as in attention, and not a launch each.
             flops = sum(2 * rows * columns * inner * count for (rows, columns, inner), count in delta_rule.products(k, v, is_backward))
             self.work.attention[k.shape[-1], is_backward, False] += flops
-            # Two launches forwards and three backwards read and write all of it.
+            # Forwards two launches go through all of it, and a short one makes the schedule. Backwards two do; what they read of chunks, which is not among these, comes to as much again.
             self.work.moved += sum(each.numel() * each.element_size() for each in (*inputs, *outputs)) * (2 + is_backward)
-            self.work.launches += 2 + is_backward
+            self.work.launches += 2 if is_backward else 3
             return
         if name == "intarsia_planner.cross_entropy":
             hidden, weight = inputs[:2]
