@@ -1,13 +1,27 @@
-"""Rotary settings in a Hugging Face `config.json`, both spellings. Torch-free."""
+"""What families have in common of Hugging Face: rules of a block, what a `config.json` says of text models, rotary settings in both spellings. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from intarsia.contracts import HFRule
 from intarsia.errors import UsageError, did_you_mean
 
-from intarsia_models_common.config import SCALINGS, RopeConfig
+from intarsia_models_common.config import SCALINGS, AttentionConfig, LanguageModelConfig, RopeConfig
+
+QUERIES = HFRule("self_attn.q_proj.weight", "attention.wq.weight")
+EXPERTS_APART = (
+    HFRule("mlp.experts.{e}.gate_proj.weight", "feed_forward.experts.w1", "stack"),
+    HFRule("mlp.experts.{e}.up_proj.weight", "feed_forward.experts.w3", "stack"),
+    HFRule("mlp.experts.{e}.down_proj.weight", "feed_forward.experts.w2", "stack"),
+)
+EXPERTS_STACKED = (
+    HFRule("mlp.experts.gate_up_proj", ("feed_forward.experts.w1", "feed_forward.experts.w3"), "split:2@1"),
+    HFRule("mlp.experts.down_proj", "feed_forward.experts.w2"),
+)
+"""The same tensors, gate rows first, as transformers 5 has them in memory and may save them."""
 
 _NAMES = {
     "factor": "factor",
@@ -28,6 +42,51 @@ _FIELDS = {
     "yarn": ("factor", "original_positions", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
 }
 _TYPES = {"original_positions": int, "truncate": bool}
+
+
+def block_rules(queries: HFRule = QUERIES) -> tuple[HFRule, ...]:
+    """A block of attention with head norms, and of a SwiGLU or a router before experts, with names within the block; `queries` where the projection is stored otherwise."""
+    return (
+        HFRule("input_layernorm.weight", "attention_norm.weight"),
+        queries,
+        HFRule("self_attn.k_proj.weight", "attention.wk.weight"),
+        HFRule("self_attn.v_proj.weight", "attention.wv.weight"),
+        HFRule("self_attn.q_norm.weight", "attention.q_norm.weight"),
+        HFRule("self_attn.k_norm.weight", "attention.k_norm.weight"),
+        HFRule("self_attn.o_proj.weight", "attention.wo.weight"),
+        HFRule("post_attention_layernorm.weight", "feed_forward_norm.weight"),
+        HFRule("mlp.gate_proj.weight", "feed_forward.w1.weight"),
+        HFRule("mlp.up_proj.weight", "feed_forward.w3.weight"),
+        HFRule("mlp.down_proj.weight", "feed_forward.w2.weight"),
+        HFRule("mlp.gate.weight", "feed_forward.router.weight"),
+    )
+
+
+def placed(rules: Iterable[HFRule], theirs: str, ours: str) -> tuple[HFRule, ...]:
+    """The rules of a part of a model for the part at this place, `theirs` on their side and `ours` on ours."""
+
+    def named(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        return f"{ours}.{names}" if isinstance(names, str) else tuple(f"{ours}.{name}" for name in names)
+
+    return tuple(dataclasses.replace(rule, theirs=f"{theirs}.{rule.theirs}", ours=named(rule.ours)) for rule in rules)
+
+
+def text_to(ours: LanguageModelConfig, attention: AttentionConfig, eps: float) -> dict[str, Any]:
+    """What a `config.json` says of a text model whose blocks all have this attention, and norms with this epsilon."""
+    return {
+        "vocab_size": ours.vocab_size,
+        "hidden_size": ours.dim,
+        "num_hidden_layers": len(ours.layers),
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": ours.max_positions,
+        "rms_norm_eps": eps,
+        "tie_word_embeddings": ours.tied,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+    }
 
 
 def check_values(theirs: Mapping[str, Any], only: Mapping[str, Any], prefix: str = "") -> None:

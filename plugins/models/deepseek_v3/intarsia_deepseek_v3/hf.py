@@ -9,7 +9,7 @@ import chz
 from intarsia.contracts import HFRule, HFTable
 from intarsia.errors import UsageError, did_you_mean
 from intarsia_models_common.config import BlockConfig, MLAConfig, RMSNormConfig, SwiGLUConfig
-from intarsia_models_common.hf import rope_from, rope_to
+from intarsia_models_common.hf import EXPERTS_APART, placed, rope_from, rope_to
 from intarsia_models_common.moe.config import GroupLimitedRouterConfig, MoEConfig, RouterConfig, SoftmaxRouterConfig
 
 from intarsia_deepseek_v3.config import DeepSeekV3Config, deepseek_v3, v3_router
@@ -19,40 +19,38 @@ LATENT_EPS = 1e-6
 """What their classes have for the latents' norms, whatever rms_norm_eps says."""
 
 _BLOCK = (
-    ("input_layernorm.weight", "attention_norm.weight", "same"),
-    ("self_attn.q_proj.weight", "attention.wq.weight", "same"),
-    ("self_attn.q_a_proj.weight", "attention.wq_a.weight", "same"),
-    ("self_attn.q_a_layernorm.weight", "attention.q_norm.weight", "same"),
-    ("self_attn.q_b_proj.weight", "attention.wq_b.weight", "same"),
-    ("self_attn.kv_a_proj_with_mqa.weight", "attention.wkv_a.weight", "same"),
-    ("self_attn.kv_a_layernorm.weight", "attention.kv_norm.weight", "same"),
-    ("self_attn.kv_b_proj.weight", "attention.wkv_b.weight", "same"),
-    ("self_attn.o_proj.weight", "attention.wo.weight", "same"),
-    ("post_attention_layernorm.weight", "feed_forward_norm.weight", "same"),
-    ("mlp.gate_proj.weight", "feed_forward.w1.weight", "same"),
-    ("mlp.up_proj.weight", "feed_forward.w3.weight", "same"),
-    ("mlp.down_proj.weight", "feed_forward.w2.weight", "same"),
-    ("mlp.gate.weight", "feed_forward.router.weight", "same"),
-    ("mlp.gate.e_score_correction_bias", "feed_forward.router.bias", "same"),
-    ("mlp.experts.{e}.gate_proj.weight", "feed_forward.experts.w1", "stack"),
-    ("mlp.experts.{e}.up_proj.weight", "feed_forward.experts.w3", "stack"),
-    ("mlp.experts.{e}.down_proj.weight", "feed_forward.experts.w2", "stack"),
-    ("mlp.shared_experts.gate_proj.weight", "feed_forward.shared.w1.weight", "same"),
-    ("mlp.shared_experts.up_proj.weight", "feed_forward.shared.w3.weight", "same"),
-    ("mlp.shared_experts.down_proj.weight", "feed_forward.shared.w2.weight", "same"),
+    HFRule("input_layernorm.weight", "attention_norm.weight"),
+    HFRule("self_attn.q_proj.weight", "attention.wq.weight"),
+    HFRule("self_attn.q_a_proj.weight", "attention.wq_a.weight"),
+    HFRule("self_attn.q_a_layernorm.weight", "attention.q_norm.weight"),
+    HFRule("self_attn.q_b_proj.weight", "attention.wq_b.weight"),
+    HFRule("self_attn.kv_a_proj_with_mqa.weight", "attention.wkv_a.weight"),
+    HFRule("self_attn.kv_a_layernorm.weight", "attention.kv_norm.weight"),
+    HFRule("self_attn.kv_b_proj.weight", "attention.wkv_b.weight"),
+    HFRule("self_attn.o_proj.weight", "attention.wo.weight"),
+    HFRule("post_attention_layernorm.weight", "feed_forward_norm.weight"),
+    HFRule("mlp.gate_proj.weight", "feed_forward.w1.weight"),
+    HFRule("mlp.up_proj.weight", "feed_forward.w3.weight"),
+    HFRule("mlp.down_proj.weight", "feed_forward.w2.weight"),
+    HFRule("mlp.gate.weight", "feed_forward.router.weight"),
+    HFRule("mlp.gate.e_score_correction_bias", "feed_forward.router.bias"),
+    *EXPERTS_APART,
+    HFRule("mlp.shared_experts.gate_proj.weight", "feed_forward.shared.w1.weight"),
+    HFRule("mlp.shared_experts.up_proj.weight", "feed_forward.shared.w3.weight"),
+    HFRule("mlp.shared_experts.down_proj.weight", "feed_forward.shared.w2.weight"),
 )
 _LAYER, _DEPTH, _DEPTHS = "model.layers.{i}", "model.layers.{i+num_hidden_layers}", "num_nextn_predict_layers"
 
 TABLE = HFTable(
     rules=(
         HFRule("model.embed_tokens.weight", "tok_embeddings.weight"),
-        *(HFRule(f"{_LAYER}.{theirs}", f"layers.{{i}}.{ours}", op) for theirs, ours, op in _BLOCK),
+        *placed(_BLOCK, _LAYER, "layers.{i}"),
         HFRule("model.norm.weight", "norm.weight"),
         HFRule("lm_head.weight", "head.weight"),
         HFRule(f"{_DEPTH}.enorm.weight", "mtp.{i}.token_norm.weight"),
         HFRule(f"{_DEPTH}.hnorm.weight", "mtp.{i}.hidden_norm.weight"),
         HFRule(f"{_DEPTH}.eh_proj.weight", "mtp.{i}.projection.weight"),
-        *(HFRule(f"{_DEPTH}.{theirs}", f"mtp.{{i}}.block.{ours}", op) for theirs, ours, op in _BLOCK),
+        *placed(_BLOCK, _DEPTH, "mtp.{i}.block"),
         HFRule(f"{_DEPTH}.shared_head.norm.weight", "mtp.{i}.norm.weight"),
         HFRule(f"{_DEPTH}.embed_tokens.weight", "tok_embeddings.weight", "copy", _DEPTHS),
         HFRule(f"{_DEPTH}.shared_head.head.weight", "head.weight", "copy", _DEPTHS),

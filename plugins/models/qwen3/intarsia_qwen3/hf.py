@@ -8,43 +8,18 @@ from typing import Any, NoReturn
 from intarsia.contracts import HFRule, HFTable
 from intarsia.errors import UsageError
 from intarsia_models_common.config import AttentionConfig, BlockConfig, FeedForwardConfig, RMSNormConfig, SwiGLUConfig
-from intarsia_models_common.hf import check_values, rope_from, rope_to
+from intarsia_models_common.hf import EXPERTS_APART, EXPERTS_STACKED, block_rules, check_values, placed, rope_from, rope_to, text_to
 from intarsia_models_common.moe.config import MoEConfig, SoftmaxRouterConfig
 
 from intarsia_qwen3.config import JOINT_LOSS, Qwen3Config, experts, qwen3
 
 DENSE, SPARSE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 
-_BLOCK: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
-    ("input_layernorm.weight", "attention_norm.weight", "same"),
-    ("self_attn.q_proj.weight", "attention.wq.weight", "same"),
-    ("self_attn.k_proj.weight", "attention.wk.weight", "same"),
-    ("self_attn.v_proj.weight", "attention.wv.weight", "same"),
-    ("self_attn.q_norm.weight", "attention.q_norm.weight", "same"),
-    ("self_attn.k_norm.weight", "attention.k_norm.weight", "same"),
-    ("self_attn.o_proj.weight", "attention.wo.weight", "same"),
-    ("post_attention_layernorm.weight", "feed_forward_norm.weight", "same"),
-    ("mlp.gate_proj.weight", "feed_forward.w1.weight", "same"),
-    ("mlp.up_proj.weight", "feed_forward.w3.weight", "same"),
-    ("mlp.down_proj.weight", "feed_forward.w2.weight", "same"),
-    ("mlp.gate.weight", "feed_forward.router.weight", "same"),
-    ("mlp.experts.{e}.gate_proj.weight", "feed_forward.experts.w1", "stack"),
-    ("mlp.experts.{e}.up_proj.weight", "feed_forward.experts.w3", "stack"),
-    ("mlp.experts.{e}.down_proj.weight", "feed_forward.experts.w2", "stack"),
-    # Files have experts apart; transformers 5 has them together in memory, gate rows first, and so may whoever saved from there.
-    ("mlp.experts.gate_up_proj", ("feed_forward.experts.w1", "feed_forward.experts.w3"), "split:2@1"),
-    ("mlp.experts.down_proj", "feed_forward.experts.w2", "same"),
-)
-
-
-def _ours(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    return f"layers.{{i}}.{names}" if isinstance(names, str) else tuple(f"layers.{{i}}.{name}" for name in names)
-
-
 TABLE = HFTable(
     rules=(
         HFRule("model.embed_tokens.weight", "tok_embeddings.weight"),
-        *(HFRule(f"model.layers.{{i}}.{theirs}", _ours(ours), op) for theirs, ours, op in _BLOCK),
+        # Files have experts apart, and stacked where whoever saved them had them in memory so.
+        *placed((*block_rules(), *EXPERTS_APART, *EXPERTS_STACKED), "model.layers.{i}", "layers.{i}"),
         HFRule("model.norm.weight", "norm.weight"),
         HFRule("lm_head.weight", "head.weight"),
     ),
@@ -121,18 +96,7 @@ def config_to_theirs(ours: Qwen3Config) -> dict[str, Any]:
     return {
         "architectures": [SPARSE if sparse else DENSE],
         "model_type": "qwen3_moe" if sparse else "qwen3",
-        "vocab_size": ours.vocab_size,
-        "hidden_size": ours.dim,
-        "num_hidden_layers": len(ours.layers),
-        "num_attention_heads": attention.heads,
-        "num_key_value_heads": attention.kv_heads,
-        "head_dim": attention.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": ours.max_positions,
-        "rms_norm_eps": norm.eps,
-        "tie_word_embeddings": ours.tied,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+        **text_to(ours, attention, norm.eps),
         "use_sliding_window": False,
         "sliding_window": None,
         **_feed_forward_to(ours, next(iter(dense), None), next(iter(sparse), None)),

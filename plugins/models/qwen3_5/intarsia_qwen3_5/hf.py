@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 from intarsia.contracts import HFRule, HFTable
 from intarsia.errors import UsageError, did_you_mean
 from intarsia_models_common.config import AttentionConfig, FeedForwardConfig, MixerConfig, OffsetRMSNormConfig, SwiGLUConfig
-from intarsia_models_common.hf import check_values, rope_from, rope_to
+from intarsia_models_common.hf import EXPERTS_APART, EXPERTS_STACKED, block_rules, check_values, placed, rope_from, rope_to, text_to
 from intarsia_models_common.linear_attention.config import GatedDeltaNetConfig
 from intarsia_models_common.moe.config import GatedSwiGLUConfig, MoEConfig, SoftmaxRouterConfig
-from intarsia_models_common.vision.hf import vision_from, vision_rules, vision_to
+from intarsia_models_common.vision.hf import ids_from, ids_to, vision_from, vision_rules, vision_to
 
 from intarsia_qwen3_5.config import FULL_EVERY, Qwen35Config, experts, qwen3_5
 
@@ -19,72 +19,44 @@ DENSE, SPARSE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGene
 LINEAR, FULL = "linear_attention", "full_attention"
 _DEPTHS = "mtp_num_hidden_layers"
 
-Names = str | tuple[str, ...]
-
-_COMMON: tuple[tuple[str, Names, str, str], ...] = (
-    ("input_layernorm.weight", "attention_norm.weight", "same", ""),
-    ("self_attn.q_proj.weight", ("attention.wq.weight", "attention.wg.weight"), "split_heads:2", "text_config.num_attention_heads"),
-    ("self_attn.k_proj.weight", "attention.wk.weight", "same", ""),
-    ("self_attn.v_proj.weight", "attention.wv.weight", "same", ""),
-    ("self_attn.q_norm.weight", "attention.q_norm.weight", "same", ""),
-    ("self_attn.k_norm.weight", "attention.k_norm.weight", "same", ""),
-    ("self_attn.o_proj.weight", "attention.wo.weight", "same", ""),
-    ("post_attention_layernorm.weight", "feed_forward_norm.weight", "same", ""),
-    ("mlp.gate_proj.weight", "feed_forward.w1.weight", "same", ""),
-    ("mlp.up_proj.weight", "feed_forward.w3.weight", "same", ""),
-    ("mlp.down_proj.weight", "feed_forward.w2.weight", "same", ""),
-    ("mlp.gate.weight", "feed_forward.router.weight", "same", ""),
-    ("mlp.shared_expert.gate_proj.weight", "feed_forward.shared.w1.weight", "same", ""),
-    ("mlp.shared_expert.up_proj.weight", "feed_forward.shared.w3.weight", "same", ""),
-    ("mlp.shared_expert.down_proj.weight", "feed_forward.shared.w2.weight", "same", ""),
-    ("mlp.shared_expert_gate.weight", "feed_forward.shared.gate.weight", "same", ""),
+_GATED = HFRule(
+    "self_attn.q_proj.weight", ("attention.wq.weight", "attention.wg.weight"), "split_heads:2", "text_config.num_attention_heads"
 )
-_LINEAR: tuple[tuple[str, Names, str, str], ...] = (
-    ("linear_attn.in_proj_qkv.weight", ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight"), "split:3", ""),
-    ("linear_attn.in_proj_z.weight", "attention.wz.weight", "same", ""),
-    ("linear_attn.in_proj_b.weight", "attention.wb.weight", "same", ""),
-    ("linear_attn.in_proj_a.weight", "attention.wa.weight", "same", ""),
-    (
+_BLOCK = (
+    *block_rules(_GATED),
+    HFRule("mlp.shared_expert.gate_proj.weight", "feed_forward.shared.w1.weight"),
+    HFRule("mlp.shared_expert.up_proj.weight", "feed_forward.shared.w3.weight"),
+    HFRule("mlp.shared_expert.down_proj.weight", "feed_forward.shared.w2.weight"),
+    HFRule("mlp.shared_expert_gate.weight", "feed_forward.shared.gate.weight"),
+)
+_LINEAR = (
+    HFRule("linear_attn.in_proj_qkv.weight", ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight"), "split:3"),
+    HFRule("linear_attn.in_proj_z.weight", "attention.wz.weight"),
+    HFRule("linear_attn.in_proj_b.weight", "attention.wb.weight"),
+    HFRule("linear_attn.in_proj_a.weight", "attention.wa.weight"),
+    HFRule(
         "linear_attn.conv1d.weight",
         ("attention.q_conv.weight", "attention.k_conv.weight", "attention.v_conv.weight"),
         "flatten:1,*|split:3",
-        "",
     ),
-    ("linear_attn.A_log", "attention.log_a", "same", ""),
-    ("linear_attn.dt_bias", "attention.dt_bias", "same", ""),
-    ("linear_attn.norm.weight", "attention.norm.weight", "same", ""),
-    ("linear_attn.out_proj.weight", "attention.wo.weight", "same", ""),
+    HFRule("linear_attn.A_log", "attention.log_a"),
+    HFRule("linear_attn.dt_bias", "attention.dt_bias"),
+    HFRule("linear_attn.norm.weight", "attention.norm.weight"),
+    HFRule("linear_attn.out_proj.weight", "attention.wo.weight"),
 )
-# Released folders have the trunk's experts stacked, and those of multi-token prediction and all of transformers' and of FP8 releases apart.
-_STACKED: tuple[tuple[str, Names, str, str], ...] = (
-    ("mlp.experts.gate_up_proj", ("feed_forward.experts.w1", "feed_forward.experts.w3"), "split:2@1", ""),
-    ("mlp.experts.down_proj", "feed_forward.experts.w2", "same", ""),
-)
-_APART: tuple[tuple[str, Names, str, str], ...] = (
-    ("mlp.experts.{e}.gate_proj.weight", "feed_forward.experts.w1", "stack", ""),
-    ("mlp.experts.{e}.up_proj.weight", "feed_forward.experts.w3", "stack", ""),
-    ("mlp.experts.{e}.down_proj.weight", "feed_forward.experts.w2", "stack", ""),
-)
-
-
-def _rules(place: str, ours: str, *groups: tuple[tuple[str, Names, str, str], ...]) -> list[HFRule]:
-    def named(names: Names) -> Names:
-        return f"{ours}.{names}" if isinstance(names, str) else tuple(f"{ours}.{name}" for name in names)
-
-    return [HFRule(f"{place}.{theirs}", named(names), op, heads) for group in groups for theirs, names, op, heads in group]
-
 
 TABLE = HFTable(
     rules=(
         HFRule("model.language_model.embed_tokens.weight", "tok_embeddings.weight"),
-        *_rules("model.language_model.layers.{i}", "layers.{i}", _COMMON, _LINEAR, _STACKED, _APART),
+        # Released folders have the trunk's experts stacked, and those of multi-token prediction and all of transformers' and of FP8 releases apart.
+        *placed((*_BLOCK, *_LINEAR, *EXPERTS_STACKED, *EXPERTS_APART), "model.language_model.layers.{i}", "layers.{i}"),
         HFRule("model.language_model.norm.weight", "norm.weight"),
         HFRule("lm_head.weight", "head.weight"),
         *vision_rules(),
         HFRule("mtp.pre_fc_norm_embedding.weight", "mtp.0.token_norm.weight"),
         HFRule("mtp.pre_fc_norm_hidden.weight", "mtp.0.hidden_norm.weight"),
         HFRule("mtp.fc.weight", "mtp.0.projection.weight"),
-        *_rules("mtp.layers.{i}", "mtp.{i}.block", _COMMON, _APART, _STACKED),
+        *placed((*_BLOCK, *EXPERTS_APART, *EXPERTS_STACKED), "mtp.layers.{i}", "mtp.{i}.block"),
         HFRule("mtp.norm.weight", "mtp.0.norm.weight"),
     ),
     config_to_ours="intarsia_qwen3_5.hf:config_to_ours",
@@ -156,10 +128,7 @@ def config_to_ours(theirs: Mapping[str, Any]) -> Qwen35Config:
         rope=rope,
         max_positions=text.get("max_position_embeddings", 32768),
         eps=eps,
-        image_id=theirs["image_token_id"],
-        video_id=theirs["video_token_id"],
-        vision_start_id=theirs["vision_start_token_id"],
-        vision_end_id=theirs["vision_end_token_id"],
+        **ids_from(theirs),
     )
 
 
@@ -199,12 +168,7 @@ def config_to_theirs(ours: Qwen35Config) -> dict[str, Any]:
     kind = "qwen3_5_moe" if isinstance(feed_forward, MoEConfig) else "qwen3_5"
     text = {
         "model_type": f"{kind}_text",
-        "vocab_size": ours.vocab_size,
-        "hidden_size": ours.dim,
-        "num_hidden_layers": len(ours.layers),
-        "num_attention_heads": full.heads,
-        "num_key_value_heads": full.kv_heads,
-        "head_dim": full.head_dim,
+        **text_to(ours, full, norm.eps),
         "attn_output_gate": True,
         "linear_num_key_heads": linear.key_heads,
         "linear_num_value_heads": linear.value_heads,
@@ -213,12 +177,6 @@ def config_to_theirs(ours: Qwen35Config) -> dict[str, Any]:
         "linear_conv_kernel_dim": linear.kernel,
         "mamba_ssm_dtype": "float32",
         "layer_types": [FULL if isinstance(block.attention, AttentionConfig) else LINEAR for block in ours.layers],
-        "hidden_act": "silu",
-        "max_position_embeddings": ours.max_positions,
-        "rms_norm_eps": norm.eps,
-        "tie_word_embeddings": ours.tied,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         _DEPTHS: len(ours.ahead),
         **_feed_forward_to(feed_forward),
         **rope_to(ours.rope, head_dim=full.head_dim),
@@ -228,10 +186,7 @@ def config_to_theirs(ours: Qwen35Config) -> dict[str, Any]:
         "model_type": kind,
         "text_config": text,
         "vision_config": {"model_type": f"{kind}_vision", **vision_to(ours.vision)},
-        "image_token_id": ours.image_id,
-        "video_token_id": ours.video_id,
-        "vision_start_token_id": ours.vision_start_id,
-        "vision_end_token_id": ours.vision_end_id,
+        **ids_to(ours),
         "tie_word_embeddings": ours.tied,
     }
 

@@ -8,43 +8,24 @@ from typing import Any, NoReturn
 from intarsia.contracts import HFRule, HFTable
 from intarsia.errors import UsageError
 from intarsia_models_common.config import AttentionConfig, FeedForwardConfig, RMSNormConfig, SwiGLUConfig
-from intarsia_models_common.hf import check_values, rope_from, rope_to
+from intarsia_models_common.hf import EXPERTS_STACKED, block_rules, check_values, placed, rope_from, rope_to, text_to
 from intarsia_models_common.moe.config import MoEConfig, SoftmaxRouterConfig
-from intarsia_models_common.vision.hf import vision_from, vision_rules, vision_to
+from intarsia_models_common.vision.hf import ids_from, ids_to, vision_from, vision_rules, vision_to
 
 from intarsia_qwen3_vl.config import Qwen3VLConfig, experts, qwen3_vl
 
 DENSE, SPARSE = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
 
-_BLOCK: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
-    ("input_layernorm.weight", "attention_norm.weight", "same"),
-    ("self_attn.q_proj.weight", "attention.wq.weight", "same"),
-    ("self_attn.k_proj.weight", "attention.wk.weight", "same"),
-    ("self_attn.v_proj.weight", "attention.wv.weight", "same"),
-    ("self_attn.q_norm.weight", "attention.q_norm.weight", "same"),
-    ("self_attn.k_norm.weight", "attention.k_norm.weight", "same"),
-    ("self_attn.o_proj.weight", "attention.wo.weight", "same"),
-    ("post_attention_layernorm.weight", "feed_forward_norm.weight", "same"),
-    ("mlp.gate_proj.weight", "feed_forward.w1.weight", "same"),
-    ("mlp.up_proj.weight", "feed_forward.w3.weight", "same"),
-    ("mlp.down_proj.weight", "feed_forward.w2.weight", "same"),
-    ("mlp.gate.weight", "feed_forward.router.weight", "same"),
-    ("mlp.experts.gate_up_proj", ("feed_forward.experts.w1", "feed_forward.experts.w3"), "transpose|split:2@1"),
-    ("mlp.experts.down_proj", "feed_forward.experts.w2", "transpose"),
-    # So transformers 5 saves them, while it reads both forms.
-    ("mlp.experts.gate_up_proj", ("feed_forward.experts.w1", "feed_forward.experts.w3"), "split:2@1"),
-    ("mlp.experts.down_proj", "feed_forward.experts.w2", "same"),
+_TRANSPOSED = (
+    HFRule("mlp.experts.gate_up_proj", ("feed_forward.experts.w1", "feed_forward.experts.w3"), "transpose|split:2@1"),
+    HFRule("mlp.experts.down_proj", "feed_forward.experts.w2", "transpose"),
 )
-
-
-def _ours(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    return f"layers.{{i}}.{names}" if isinstance(names, str) else tuple(f"layers.{{i}}.{name}" for name in names)
-
 
 TABLE = HFTable(
     rules=(
         HFRule("model.language_model.embed_tokens.weight", "tok_embeddings.weight"),
-        *(HFRule(f"model.language_model.layers.{{i}}.{theirs}", _ours(ours), op) for theirs, ours, op in _BLOCK),
+        # Transformers 5 saves experts as they are, while it reads both forms.
+        *placed((*block_rules(), *_TRANSPOSED, *EXPERTS_STACKED), "model.language_model.layers.{i}", "layers.{i}"),
         HFRule("model.language_model.norm.weight", "norm.weight"),
         HFRule("lm_head.weight", "head.weight"),
         *vision_rules(),
@@ -90,10 +71,7 @@ def config_to_ours(theirs: Mapping[str, Any]) -> Qwen3VLConfig:
         rope=rope,
         max_positions=text.get("max_position_embeddings", 128000),
         eps=text.get("rms_norm_eps", 1e-6),
-        image_id=theirs["image_token_id"],
-        video_id=theirs["video_token_id"],
-        vision_start_id=theirs["vision_start_token_id"],
-        vision_end_id=theirs["vision_end_token_id"],
+        **ids_from(theirs),
     )
 
 
@@ -127,18 +105,7 @@ def config_to_theirs(ours: Qwen3VLConfig) -> dict[str, Any]:
     kind = "qwen3_vl_moe" if isinstance(feed_forward, MoEConfig) else "qwen3_vl"
     text = {
         "model_type": f"{kind}_text",
-        "vocab_size": ours.vocab_size,
-        "hidden_size": ours.dim,
-        "num_hidden_layers": len(ours.layers),
-        "num_attention_heads": attention.heads,
-        "num_key_value_heads": attention.kv_heads,
-        "head_dim": attention.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": ours.max_positions,
-        "rms_norm_eps": norm.eps,
-        "tie_word_embeddings": ours.tied,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+        **text_to(ours, attention, norm.eps),
         **_feed_forward_to(feed_forward),
         **rope_to(ours.rope),
     }
@@ -147,10 +114,7 @@ def config_to_theirs(ours: Qwen3VLConfig) -> dict[str, Any]:
         "model_type": kind,
         "text_config": text,
         "vision_config": {"model_type": f"{kind}_vision", "deepstack_visual_indexes": [], **vision_to(ours.vision)},
-        "image_token_id": ours.image_id,
-        "video_token_id": ours.video_id,
-        "vision_start_token_id": ours.vision_start_id,
-        "vision_end_token_id": ours.vision_end_id,
+        **ids_to(ours),
         "tie_word_embeddings": ours.tied,
     }
 

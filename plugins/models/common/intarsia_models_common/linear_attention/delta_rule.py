@@ -24,7 +24,7 @@ from intarsia.errors import UsageError, did_you_mean
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from intarsia_models_common.linear_attention.tokens import real, segments, wide
+from intarsia_models_common.linear_attention.tokens import real, segments, silenced, wide
 
 Form = Literal["chunked", "recurrent"]
 NORM_EPS = 1e-6
@@ -102,12 +102,9 @@ def _prepared(
 ) -> tuple[Tensor, ...]:
     """The inputs in the wide dtype, normalised and scaled; tokens that are not real write nothing and forget nothing, whatever stands there."""
     dtype = wide(v_BSHV.dtype)
-    q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH = (x.to(dtype) for x in (q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH))
-    if real_BS is not None:
-        # Values and queries as well, which a share of 0 would do for but where they are not finite.
-        hidden_BS1 = ~real_BS[..., None]
-        q_BSHK, k_BSHK, v_BSHV = (x.masked_fill(hidden_BS1[..., None], 0.0) for x in (q_BSHK, k_BSHK, v_BSHV))
-        decay_BSH, beta_BSH = decay_BSH.masked_fill(hidden_BS1, 0.0), beta_BSH.masked_fill(hidden_BS1, 0.0)
+    inputs = tuple(x.to(dtype) for x in (q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH))
+    # Values and queries as well, which a share of 0 would do for but where they are not finite.
+    q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH = silenced(inputs, real_BS)
     if settings.normalise:
         q_BSHK, k_BSHK = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS) for x in (q_BSHK, k_BSHK))
     return q_BSHK * settings.scale, k_BSHK, v_BSHV, decay_BSH, beta_BSH

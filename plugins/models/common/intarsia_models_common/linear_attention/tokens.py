@@ -23,6 +23,13 @@ def real(tokens: int, counts_B: Tensor | None) -> Tensor | None:
     return None if counts_B is None else torch.arange(tokens, device=counts_B.device) < counts_B[:, None]
 
 
+def silenced(inputs: tuple[Tensor, ...], real_BS: Tensor | None) -> tuple[Tensor, ...]:
+    """Tensors [B, S, ...] with zeros at tokens that are not real, be it NaN that stands there: without decay, share and key such a token forgets nothing and writes nothing."""
+    if real_BS is None:
+        return inputs
+    return tuple(x.masked_fill(~real_BS.view(*real_BS.shape, *(1,) * (x.ndim - 2)), 0.0) for x in inputs)
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which states and inner products are kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -9,10 +9,16 @@ from typing import Any
 from intarsia.contracts import HFRule
 from intarsia.errors import UsageError
 
-from intarsia_models_common.hf import check_values
-from intarsia_models_common.vision.config import VisionConfig
+from intarsia_models_common.hf import check_values, placed
+from intarsia_models_common.vision.config import VisionConfig, VisionLanguageModelConfig
 
 _ONLY: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh"}
+_IDS = {
+    "image_id": "image_token_id",
+    "video_id": "video_token_id",
+    "vision_start_id": "vision_start_token_id",
+    "vision_end_id": "vision_end_token_id",
+}
 _SIDES = ("patch_size", "temporal_patch_size")
 _CONVOLUTION = "flatten:" + ",".join(f"vision_config.{name}" for name in ("in_channels", "temporal_patch_size", "patch_size", "patch_size"))
 
@@ -37,11 +43,17 @@ def vision_rules(theirs: str = "model.visual", ours: str = "visual") -> tuple[HF
         for merger, place in (("merger", "merger"), ("deepstack_merger_list.{i}", "deepstack.{i}")):
             parts = (("norm", "norm"), ("linear_fc1", "w1"), ("linear_fc2", "w2"))
             pairs += [(f"{merger}.{one}.{kind}", f"{place}.{other}.{kind}", "same") for one, other in parts]
-    return tuple(HFRule(f"{theirs}.{one}", _named(ours, other), op) for one, other, op in pairs)
+    return placed((HFRule(*pair) for pair in pairs), theirs, ours)
 
 
-def _named(prefix: str, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    return f"{prefix}.{names}" if isinstance(names, str) else tuple(f"{prefix}.{name}" for name in names)
+def ids_from(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids of a `VisionLanguageModelConfig`, from the whole `config.json`."""
+    return {ours: theirs[key] for ours, key in _IDS.items()}
+
+
+def ids_to(ours: VisionLanguageModelConfig) -> dict[str, int]:
+    """Their keys of the same ids."""
+    return {key: getattr(ours, name) for name, key in _IDS.items()}
 
 
 def vision_from(theirs: Mapping[str, Any]) -> VisionConfig:
