@@ -112,12 +112,18 @@ def texts(batches):
     return [text for text in found if text]
 
 
+def batch_padding(batch):
+    """Which tokens only fill rows."""
+    return batch.extra.get("padding_BS", torch.zeros_like(batch.tokens_BS, dtype=torch.bool))
+
+
 def equal(one, other):
     """Whether two lists of batches are the same in all that they hold."""
     if len(one) != len(other):
         return False
     for first, second in zip(one, other, strict=True):
         named = [(first.extra[name], second.extra[name]) for name in ("positions_3BS", "visual_BS", "patches_NC")]
+        named += [(batch_padding(first), batch_padding(second))]
         named += [(getattr(first, name), getattr(second, name)) for name in ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")]
         plain = [
             (batch.extra["grids"], batch.lengths, batch.samples, batch.extra["bad_media"], batch.extra["bytes"])
@@ -149,7 +155,9 @@ def test_a_batch_holds_what_the_processor_makes_of_its_documents(tmp_path):
             if not text:
                 assert (first.labels_BS[row, here] == IGNORE).all() and (first.extra["visual_BS"][row, here] == -1).all(), "padding"
                 assert first.extra["positions_3BS"][:, row, here].tolist() == [list(range(length))] * 3
+                assert first.extra["padding_BS"][row, here].all()
                 continue
+            assert not first.extra["padding_BS"][row, here].any()
             seen += 1
             prepared = by_text[text]
             assert tokens.tolist() == prepared.tokens_N.tolist()
@@ -267,6 +275,7 @@ def test_documents_that_are_too_long_are_left_out_or_stop_the_run(tmp_path):
     with pytest.raises(UsageError, match="none of its documents is left"):
         build(recipe(loader={"patches": 8, "too_long": "skip"}), Doubles(Listed([first])), tmp_path)
     (batch,) = build(recipe(loader={"patches": 8}, global_batch=1), Doubles(Listed([first])), tmp_path).next_step()
+    assert batch.extra["padding_BS"].tolist() == [[False] + [True] * 31]
     assert batch.lengths[0] == (1, 31), "bos is all that stands before its image"
 
 
@@ -346,6 +355,8 @@ def test_media_that_cannot_be_decoded_become_padding_of_the_same_length(tmp_path
     assert batch.lengths[0] == (*lengths, 256 - sum(lengths)), "the plan of rows stays as it was"
     place = slice(lengths[0], lengths[0] + lengths[1])
     assert (batch.tokens_BS[0, place] == 258).all() and (batch.labels_BS[0, place] == IGNORE).all() and len(batch.extra["grids"]) == 2
+    where = numpy.repeat([False, True, False, True], batch.lengths[0])
+    assert batch.extra["padding_BS"][0].tolist() == where.tolist(), "so that no balance loss counts them"
     (what,) = batch.extra["bad_media"]
     assert what.startswith("data.mixture.0.source (listed): document 1: image of") and "truncated" in what
     facts = loader.facts()

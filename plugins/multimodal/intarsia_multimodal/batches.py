@@ -15,8 +15,8 @@ from intarsia_multimodal.making import Row
 
 
 def stack(rows: Sequence[Row], samples: Sequence[int], merge: int) -> Batch:
-    """The rows as one Batch. `extra` holds `positions_3BS`, `visual_BS` (numbers of features, counted over the batch), `patches_NC`, `grids`, `bytes` where they are known, and
-    `bad_media`, what is wrong with documents that are padding instead. `merge` patches on a side make one feature.
+    """The rows as one Batch. `extra` holds `positions_3BS`, `visual_BS` (numbers of features, counted over the batch), `patches_NC`, `grids`, `bytes` where they are known,
+    `padding_BS` where tokens only fill rows, and `bad_media`, what is wrong with documents that are padding instead. `merge` patches on a side make one feature.
 
     Errors: PluginError unless the rows have a place for each feature of their grids, in order. It is looked at here, on the host: a model does not wait for a device to do so.
     """
@@ -41,6 +41,9 @@ def stack(rows: Sequence[Row], samples: Sequence[int], merge: int) -> Batch:
         "grids": grids,
         "bad_media": tuple(what for row in rows for what in row.bad),
     }
+    padding_BS = numpy.stack([row.padding_S for row in rows])
+    if padding_BS.any():
+        extra["padding_BS"] = torch.from_numpy(padding_BS)
     sizes = [row.bytes for row in rows if row.bytes is not None]
     if len(sizes) == len(rows):
         extra["bytes"] = sum(sizes)

@@ -25,7 +25,7 @@ from intarsia_multimodal.batches import stack
 from intarsia_multimodal.config import MultimodalConfig
 from intarsia_multimodal.contracts import Processor
 from intarsia_multimodal.index import MediaIndex, Record, fit, open_index
-from intarsia_multimodal.making import Piece, Row, padding_row
+from intarsia_multimodal.making import Piece, Row
 from intarsia_multimodal.pool import Answer, Pool
 from intarsia_multimodal.rows import RowStream
 from intarsia_multimodal.worker import Maker
@@ -146,8 +146,9 @@ class MultimodalLoader(StepLoader):
     def make_batches(self, samples: Sequence[range]) -> list[Batch]:
         """See StepLoader."""
         rows = iter(self._rows([self._pieces(sample) for each in samples for sample in each]))
-        empty = padding_row(self._row, self.pad_id, self.processor.patch_values, self._maker.byte_lengths is not None)
-        return [stack([next(rows) for _ in each] or [empty], list(each) or [-1], self.processor.merge) for each in samples]
+        return [
+            stack([next(rows) for _ in each] or [self._maker.rows.make([])], list(each) or [-1], self.processor.merge) for each in samples
+        ]
 
     def _pieces(self, sample: int) -> list[Piece]:
         """What the row of one global sample is made of."""

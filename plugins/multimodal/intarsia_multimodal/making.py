@@ -26,12 +26,14 @@ class Piece(NamedTuple):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """One row before it is stacked: S tokens, labels, numbers of visual features (-1: none) and three positions, all int64; patches float32 [N, C] with the grids of their
-    media; lengths of documents that sum to S; bytes that the labels stand for (None: not known); what is wrong with documents that are padding instead."""
+    media; lengths of documents that sum to S; bytes that the labels stand for (None: not known); what is wrong with documents that are padding instead.
+    `padding_S` (bool) are the tokens that only fill it."""
 
     tokens_S: numpy.ndarray
     labels_S: numpy.ndarray
     visual_S: numpy.ndarray
     positions_3S: numpy.ndarray
+    padding_S: numpy.ndarray
     patches_NC: numpy.ndarray
     grids: tuple[tuple[int, int, int], ...]
     lengths: tuple[int, ...]
@@ -50,13 +52,13 @@ class RowMaker:
         self._byte_lengths = None if byte_lengths is None else numpy.asarray(byte_lengths, dtype=numpy.int64)
 
     def make(self, pieces: Sequence[Piece]) -> Row:
-        """A row of documents; what is left of it is padding, as a document of its own.
+        """A row of documents; what is left of it is padding, as a document of its own. Without any it is a row that counts for nothing, for a rank that has no sample.
 
         With `bad_media` "skip" a document whose media cannot be decoded is padding of the same length, so that the plan stays as it is. Errors: MediaError with "stop";
         PluginError for a document that is another one than when the plan was made.
         """
         tokens, labels, visual = (numpy.full(self._size, value, numpy.int64) for value in (self._pad_id, IGNORE, -1))
-        positions = numpy.empty((3, self._size), numpy.int64)
+        positions, padding = numpy.empty((3, self._size), numpy.int64), numpy.ones(self._size, bool)
         loaded: list[numpy.ndarray] = []
         grids: list[tuple[int, int, int]] = []
         lengths, bad, at, features = [], [], 0, 0
@@ -70,7 +72,7 @@ class RowMaker:
                     raise stop(self._names[piece.source], piece.document, str(error)) from error
                 bad.append(f"{self._names[piece.source]}: document {piece.document}: {error}")
             else:
-                tokens[here], positions[:, here] = prepared.tokens_N, prepared.positions_3N
+                tokens[here], positions[:, here], padding[here] = prepared.tokens_N, prepared.positions_3N, False
                 follows = prepared.trained_N[1:]
                 labels[at : at + piece.length - 1][follows] = prepared.tokens_N[1:][follows]
                 for slot in prepared.media:
@@ -85,7 +87,7 @@ class RowMaker:
         size_bytes = None if self._byte_lengths is None else int(self._byte_lengths[labels[labels != IGNORE]].sum())
         stacked = numpy.concatenate(loaded) if loaded else numpy.empty((0, self.processor.patch_values), numpy.float32)
         lengths += [self._size - at] if at < self._size else []
-        return Row(tokens, labels, visual, positions, stacked, tuple(grids), tuple(lengths), size_bytes, tuple(bad))
+        return Row(tokens, labels, visual, positions, padding, stacked, tuple(grids), tuple(lengths), size_bytes, tuple(bad))
 
     def _read(self, piece: Piece) -> tuple[Prepared, list[numpy.ndarray]]:
         """A document's tokens and the patches of each of its media, as far as the plan takes it."""
@@ -105,10 +107,3 @@ class RowMaker:
                     f"[{slot.patches}, {self.processor.patch_values}] was promised."
                 )
         return prepared, loaded
-
-
-def padding_row(size: int, pad_id: int, patch_values: int, knows_bytes: bool) -> Row:
-    """A row that counts for nothing, for a rank that has no sample."""
-    tokens, labels, visual = (numpy.full(size, value, numpy.int64) for value in (pad_id, IGNORE, -1))
-    positions = numpy.broadcast_to(numpy.arange(size), (3, size)).copy()
-    return Row(tokens, labels, visual, positions, numpy.empty((0, patch_values), numpy.float32), (), (size,), 0 if knows_bytes else None)

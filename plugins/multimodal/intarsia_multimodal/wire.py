@@ -12,9 +12,9 @@ import numpy
 
 from intarsia_multimodal.making import Row
 
-ARRAYS = ("tokens_S", "labels_S", "visual_S", "positions_3S", "patches_NC")
+ARRAYS = ("tokens_S", "labels_S", "visual_S", "positions_3S", "padding_S", "patches_NC")
 LENGTH_BYTES = 8
-DTYPES = ("int64", "float32")
+DTYPES = ("int64", "float32", "bool")
 
 
 def send(descriptor: int, message: Mapping[str, Any], row: Row | None = None) -> None:
