@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import chz
 from intarsia_models_common.config import OffsetRMSNormConfig, SwiGLUConfig
-from intarsia_qwen3.config import Qwen3Config, experts, qwen3, stretched
+from intarsia_models_common.moe.config import softmax_experts
+from intarsia_qwen3.config import Qwen3Config, qwen3, stretched
 from intarsia_testing.model import ModelConformance
 
 
@@ -31,7 +32,7 @@ class TestQwen3Experts(ModelConformance):
                 heads=4,
                 kv_heads=1,
                 head_dim=12,
-                feed_forward=experts(8, 3, 16),
+                feed_forward=softmax_experts(8, 3, 16),
                 dense=SwiGLUConfig(hidden=40),
                 dense_layers=(1,),
                 vocab_size=96,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from intarsia_models_common.config import FeedForwardConfig, RopeConfig, SwiGLUConfig
+from intarsia_models_common.moe.config import softmax_experts
 from intarsia_models_common.vision.config import VisionConfig
-from intarsia_qwen3_vl.config import Qwen3VLConfig, experts, qwen3_vl
+from intarsia_qwen3_vl.config import Qwen3VLConfig, qwen3_vl
 from intarsia_testing.model import LENGTHS, ModelConformance
 
 from tests.support.visual_samples import packed_media
@@ -52,7 +53,7 @@ class TestQwen3VLMoe(ModelConformance):
     entry = "qwen3_vl"
 
     def config(self) -> Qwen3VLConfig:
-        return small(experts(8, 3, 16), False)
+        return small(softmax_experts(8, 3, 16), False)
 
     def media(self) -> dict[str, Any]:
         return packed_media(LENGTHS, VALUES)

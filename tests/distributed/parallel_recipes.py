@@ -17,10 +17,11 @@ from intarsia_deepseek_v3.config import deepseek_v3, v3_router, yarn
 from intarsia_llama3 import recipes as llama_recipes
 from intarsia_llama3.config import llama3, scaled_rope
 from intarsia_models_common.config import MLAConfig, SwiGLUConfig
+from intarsia_models_common.moe.config import softmax_experts
 from intarsia_multimodal.config import DrawnConfig
 from intarsia_optimizers.config import AdamWConfig, ConstantConfig, MuonConfig
 from intarsia_qwen3 import recipes as qwen_recipes
-from intarsia_qwen3.config import experts, qwen3
+from intarsia_qwen3.config import qwen3
 from intarsia_qwen3_5 import recipes as qwen3_5_recipes
 from intarsia_qwen3_vl import recipes as qwen3_vl_recipes
 from intarsia_rl.algorithms.config import DPOConfig
@@ -150,7 +151,7 @@ def qwen(packing: str = "concatenate") -> Recipe:
         heads=4,
         kv_heads=2,
         head_dim=16,
-        feed_forward=experts(8, 2, 28, joint_loss=0.05),
+        feed_forward=softmax_experts(8, 2, 28, joint_loss=0.05),
         dense=SwiGLUConfig(hidden=100),
         dense_layers=(1,),
         vocab_size=270,

@@ -9,10 +9,10 @@ from intarsia.config import resolve
 from intarsia.errors import UsageError
 from intarsia.plugins import current
 from intarsia_models_common.config import OffsetRMSNormConfig, RMSNormConfig, SwiGLUConfig
-from intarsia_models_common.moe.config import SigmoidRouterConfig, SoftmaxRouterConfig
+from intarsia_models_common.moe.config import SigmoidRouterConfig, SoftmaxRouterConfig, softmax_experts
 from intarsia_qwen3 import config as sizes
 from intarsia_qwen3 import sharding
-from intarsia_qwen3.config import experts, qwen3, stretched
+from intarsia_qwen3.config import qwen3, stretched
 from intarsia_qwen3.hf import config_to_ours, config_to_theirs
 
 PUBLISHED = {
@@ -83,7 +83,7 @@ def test_recipes_resolve(name):
 def test_sharding_names_every_module_with_parameters_and_no_other():
     import fnmatch
 
-    for config in (tiny(), tiny(feed_forward=experts(4, 2, 16), dense=SwiGLUConfig(hidden=24), dense_layers=(1,))):
+    for config in (tiny(), tiny(feed_forward=softmax_experts(4, 2, 16), dense=SwiGLUConfig(hidden=24), dense_layers=(1,))):
         model = on_meta(config)
         patterns = [pattern for pattern, _ in sharding.table(config)]
         modules = [name for name, _ in model.named_modules()]
@@ -167,7 +167,7 @@ def test_released_configs_as_they_are_spelt():
 
 
 def test_every_second_layer_may_have_experts():
-    theirs = config_to_theirs(tiny(layers=4, feed_forward=experts(4, 2, 16)))
+    theirs = config_to_theirs(tiny(layers=4, feed_forward=softmax_experts(4, 2, 16)))
     ours = config_to_ours({**theirs, "decoder_sparse_step": 2, "mlp_only_layers": [3], "intermediate_size": 40})
     assert [type(block.feed_forward).__name__ for block in ours.layers] == ["SwiGLUConfig", "MoEConfig", "SwiGLUConfig", "SwiGLUConfig"]
     back = config_to_theirs(ours)
@@ -176,7 +176,7 @@ def test_every_second_layer_may_have_experts():
 
 def test_what_their_classes_take_for_absent_fields():
     """`Qwen3MoeConfig` has no head_dim of its own, `Qwen3Config` has 128; the latter's class never has experts."""
-    sparse = config_to_theirs(tiny(dim=64, feed_forward=experts(4, 2, 16)))
+    sparse = config_to_theirs(tiny(dim=64, feed_forward=softmax_experts(4, 2, 16)))
     del sparse["head_dim"]
     assert config_to_ours(sparse).layers[0].attention.head_dim == 64 // 4
     dense = config_to_theirs(tiny(dim=64))
@@ -233,9 +233,12 @@ def changed(config, **changes):
         (chz.replace(tiny(), norm=OffsetRMSNormConfig()), "replaced"),
         (changed(tiny(), attention_norm=RMSNormConfig(eps=1e-3)), "one norm epsilon"),
         (chz.replace(tiny(), layers=(tiny().layers[0], *changed(tiny(), feed_forward=SwiGLUConfig(hidden=8)).layers[1:])), "differ"),
-        (tiny(feed_forward=chz.replace(experts(4, 2, 8), router=SigmoidRouterConfig(experts=4, top_k=2))), "softmax router"),
-        (tiny(feed_forward=chz.replace(experts(4, 2, 8), router=SoftmaxRouterConfig(experts=4, top_k=2, scale=2.0))), "softmax router"),
-        (tiny(feed_forward=chz.replace(experts(4, 2, 8), shared=SwiGLUConfig(hidden=8))), "no shared expert"),
+        (tiny(feed_forward=chz.replace(softmax_experts(4, 2, 8), router=SigmoidRouterConfig(experts=4, top_k=2))), "softmax router"),
+        (
+            tiny(feed_forward=chz.replace(softmax_experts(4, 2, 8), router=SoftmaxRouterConfig(experts=4, top_k=2, scale=2.0))),
+            "softmax router",
+        ),
+        (tiny(feed_forward=chz.replace(softmax_experts(4, 2, 8), shared=SwiGLUConfig(hidden=8))), "no shared expert"),
     ],
 )
 def test_export_refuses_what_their_classes_do_not_have(config, text):

@@ -11,11 +11,11 @@ import torch
 from intarsia.errors import UsageError
 from intarsia.plugins import current
 from intarsia_models_common.config import AttentionConfig, RMSNormConfig, RopeConfig, SwiGLUConfig
-from intarsia_models_common.moe.config import MoEConfig, SigmoidRouterConfig
+from intarsia_models_common.moe.config import MoEConfig, SigmoidRouterConfig, softmax_experts
 from intarsia_models_common.vision.config import VisionConfig
 from intarsia_qwen3_vl import config as sizes
 from intarsia_qwen3_vl import sharding
-from intarsia_qwen3_vl.config import Qwen3VLConfig, experts, qwen3_vl
+from intarsia_qwen3_vl.config import Qwen3VLConfig, qwen3_vl
 from intarsia_qwen3_vl.hf import config_to_ours, config_to_theirs
 
 PUBLISHED = {
@@ -241,7 +241,7 @@ def test_the_released_config_is_read():
 )
 def test_import_refuses_what_is_not_had_by_name(key, value):
     part, _, field = key.partition(".")
-    theirs = config_to_theirs(tiny(feed_forward=experts(4, 2, 16)))
+    theirs = config_to_theirs(tiny(feed_forward=softmax_experts(4, 2, 16)))
     with pytest.raises(UsageError, match=re.escape(f"{key} = {value!r}")):
         config_to_ours({**theirs, part: {**theirs[part], field: value}})
 

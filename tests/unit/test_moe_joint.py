@@ -16,9 +16,9 @@ from intarsia_eager.context import TrainContext
 from intarsia_models_common.config import SwiGLUConfig
 from intarsia_models_common.moe import balance
 from intarsia_models_common.moe.balance import Sequences
-from intarsia_models_common.moe.config import MoEConfig, SigmoidRouterConfig, SoftmaxRouterConfig
+from intarsia_models_common.moe.config import MoEConfig, SigmoidRouterConfig, SoftmaxRouterConfig, softmax_experts
 from intarsia_models_common.moe.joint import JointLoss
-from intarsia_qwen3.config import experts, qwen3
+from intarsia_qwen3.config import qwen3
 from intarsia_testing.model import fill
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +27,7 @@ TOKENS, EXPERTS, TOP_K = 8, 6, 2
 
 
 def model_of(layers: int = 3, **router: Any) -> Any:
-    feed_forward = chz.replace(experts(EXPERTS, TOP_K, 12, joint_loss=0.25), hidden=12)
+    feed_forward = chz.replace(softmax_experts(EXPERTS, TOP_K, 12, joint_loss=0.25), hidden=12)
     if router:
         feed_forward = MoEConfig(router=SigmoidRouterConfig(experts=EXPERTS, top_k=TOP_K, joint_loss=0.25, **router), hidden=12)
     config = qwen3(
@@ -180,6 +180,6 @@ def test_padding_is_left_out_of_every_loss() -> None:
 
 def test_layers_that_differ_are_told() -> None:
     config = model_of().config
-    other = chz.replace(config.layers[2], feed_forward=experts(EXPERTS, TOP_K, 12, joint_loss=0.5))
+    other = chz.replace(config.layers[2], feed_forward=softmax_experts(EXPERTS, TOP_K, 12, joint_loss=0.5))
     with pytest.raises(UsageError, match=r"6 experts with 0\.25, 6 experts with 0\.5"):
         current().build(chz.replace(config, layers=(*config.layers[:2], other)))

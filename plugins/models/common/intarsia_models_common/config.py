@@ -185,6 +185,12 @@ class BlockConfig(ComponentConfig):
     feed_forward_norm: NormConfig = chz.field(default_factory=RMSNormConfig, doc="Norm before the feed-forward layer.")
 
 
+def head_normed_block(*, heads: int, kv_heads: int, head_dim: int, feed_forward: FeedForwardConfig, norm: NormConfig) -> BlockConfig:
+    """Attention with a norm over each query and key head, then `feed_forward`; all norms are alike (Qwen3)."""
+    attention = AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, qk_norm=norm)
+    return BlockConfig(attention=attention, feed_forward=feed_forward, attention_norm=norm, feed_forward_norm=norm)
+
+
 @chz.chz(typecheck=True)
 class LanguageModelConfig(ModelConfig):
     """A decoder-only language model. Families derive from it."""

@@ -7,18 +7,14 @@ from collections.abc import Collection
 import chz
 from intarsia.errors import UsageError
 from intarsia_models_common.config import (
-    AttentionConfig,
-    BlockConfig,
     FeedForwardConfig,
     LanguageModelConfig,
     RMSNormConfig,
     RopeConfig,
     SwiGLUConfig,
+    head_normed_block,
 )
-from intarsia_models_common.moe.config import MoEConfig, SoftmaxRouterConfig
-
-JOINT_LOSS = 1e-3
-"""Coefficient of the balance loss of all layers together, `router_aux_loss_coef` in their configs."""
+from intarsia_models_common.moe.config import softmax_experts
 
 TRAINED_POSITIONS = 32768
 """Tokens of the context that YaRN stretches."""
@@ -27,19 +23,6 @@ TRAINED_POSITIONS = 32768
 @chz.chz(typecheck=True)
 class Qwen3Config(LanguageModelConfig):
     """Qwen3, dense and with experts (arXiv 2505.09388)."""
-
-
-def qwen3_block(*, heads: int, kv_heads: int, feed_forward: FeedForwardConfig, head_dim: int = 128, eps: float = 1e-6) -> BlockConfig:
-    """A block: attention with a norm over each query and key head, then `feed_forward`."""
-    norm = RMSNormConfig(eps=eps)
-    attention = AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, qk_norm=norm)
-    return BlockConfig(attention=attention, feed_forward=feed_forward, attention_norm=norm, feed_forward_norm=norm)
-
-
-def experts(count: int, top_k: int, hidden: int, *, norm_topk: bool = True, joint_loss: float = JOINT_LOSS) -> MoEConfig:
-    """A softmax over all experts, the chosen ones' weights normalised, no shared expert, balanced by a loss over all layers."""
-    router = SoftmaxRouterConfig(experts=count, top_k=top_k, norm_topk=norm_topk, joint_loss=joint_loss)
-    return MoEConfig(router=router, hidden=hidden)
 
 
 def qwen3(
@@ -61,14 +44,15 @@ def qwen3(
     embedding_std: float = 0.02,
 ) -> Qwen3Config:
     """A config whose blocks are all alike, but for the numbers in `dense_layers`, which have `dense` in their feed-forward layer's place."""
-    usual = qwen3_block(heads=heads, kv_heads=kv_heads, feed_forward=feed_forward, head_dim=head_dim, eps=eps)
+    norm = RMSNormConfig(eps=eps)
+    usual = head_normed_block(heads=heads, kv_heads=kv_heads, head_dim=head_dim, feed_forward=feed_forward, norm=norm)
     other = usual if dense is None else chz.replace(usual, feed_forward=dense)
     return Qwen3Config(
         vocab_size=vocab_size,
         dim=dim,
         max_positions=max_positions,
         layers=tuple(other if number in dense_layers else usual for number in range(layers)),
-        norm=RMSNormConfig(eps=eps),
+        norm=norm,
         rope=rope or RopeConfig(theta=1e6),
         tied=tied,
         initial_std=initial_std,
@@ -110,7 +94,7 @@ def moe_debug() -> Qwen3Config:
         heads=8,
         kv_heads=2,
         head_dim=32,
-        feed_forward=experts(8, 2, 128),
+        feed_forward=softmax_experts(8, 2, 128),
         vocab_size=320,
         max_positions=4096,
         embedding_std=0.5,
@@ -149,9 +133,9 @@ def qwen3_32b() -> Qwen3Config:
 
 def qwen3_30b_a3b() -> Qwen3Config:
     """Qwen3 30B-A3B: 30,532,122,624 parameters, 3,353,032,704 of them for each token."""
-    return qwen3(dim=2048, layers=48, heads=32, kv_heads=4, feed_forward=experts(128, 8, 768))
+    return qwen3(dim=2048, layers=48, heads=32, kv_heads=4, feed_forward=softmax_experts(128, 8, 768))
 
 
 def qwen3_235b_a22b() -> Qwen3Config:
     """Qwen3 235B-A22B: 235,093,634,560 parameters, 22,190,763,520 of them for each token."""
-    return qwen3(dim=4096, layers=94, heads=64, kv_heads=4, feed_forward=experts(128, 8, 1536))
+    return qwen3(dim=4096, layers=94, heads=64, kv_heads=4, feed_forward=softmax_experts(128, 8, 1536))

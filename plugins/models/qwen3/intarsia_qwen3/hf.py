@@ -9,9 +9,9 @@ from intarsia.contracts import HFRule, HFTable
 from intarsia.errors import UsageError
 from intarsia_models_common.config import AttentionConfig, BlockConfig, FeedForwardConfig, RMSNormConfig, SwiGLUConfig
 from intarsia_models_common.hf import EXPERTS_APART, EXPERTS_STACKED, block_rules, check_values, placed, rope_from, rope_to, text_to
-from intarsia_models_common.moe.config import MoEConfig, SoftmaxRouterConfig
+from intarsia_models_common.moe.config import JOINT_LOSS, MoEConfig, SoftmaxRouterConfig, softmax_experts
 
-from intarsia_qwen3.config import JOINT_LOSS, Qwen3Config, experts, qwen3
+from intarsia_qwen3.config import Qwen3Config, qwen3
 
 DENSE, SPARSE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 
@@ -77,7 +77,7 @@ def _experts_of(theirs: Mapping[str, Any]) -> MoEConfig | None:
         raise UsageError("config.json says model_type = 'qwen3_moe' and lacks num_experts (or num_local_experts).")
     if kind == "qwen3" or not count:
         return None
-    return experts(
+    return softmax_experts(
         count,
         theirs["num_experts_per_tok"],
         theirs["moe_intermediate_size"],

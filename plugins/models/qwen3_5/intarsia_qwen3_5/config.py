@@ -15,11 +15,8 @@ from intarsia_models_common.config import (
     SwiGLUConfig,
 )
 from intarsia_models_common.linear_attention.config import GatedDeltaNetConfig
-from intarsia_models_common.moe.config import GatedSwiGLUConfig, MoEConfig, SoftmaxRouterConfig
+from intarsia_models_common.moe.config import JOINT_LOSS, GatedSwiGLUConfig, MoEConfig, softmax_experts
 from intarsia_models_common.vision.config import VisionConfig, VisionLanguageModelConfig
-
-JOINT_LOSS = 1e-3
-"""Coefficient of the router's auxiliary loss, `router_aux_loss_coef` in their configs."""
 
 FULL_EVERY = 4
 """Every fourth layer attends to all of the past, in the published sizes."""
@@ -114,8 +111,7 @@ def in_turns(linear: MixerConfig, full: MixerConfig, layers: int) -> list[MixerC
 
 def experts(count: int, top_k: int, hidden: int, shared: int, joint_loss: float = JOINT_LOSS) -> MoEConfig:
     """A softmax over all experts, the chosen ones' weights normalised, and a shared expert behind a gate of its own; balanced by a loss."""
-    router = SoftmaxRouterConfig(experts=count, top_k=top_k, joint_loss=joint_loss)
-    return MoEConfig(router=router, hidden=hidden, shared=GatedSwiGLUConfig(hidden=shared))
+    return softmax_experts(count, top_k, hidden, shared=GatedSwiGLUConfig(hidden=shared), joint_loss=joint_loss)
 
 
 def medium_tower(out_dim: int) -> VisionConfig:

@@ -10,7 +10,7 @@ from intarsia.errors import UsageError, did_you_mean
 from intarsia_models_common.config import AttentionConfig, FeedForwardConfig, MixerConfig, OffsetRMSNormConfig, SwiGLUConfig
 from intarsia_models_common.hf import EXPERTS_APART, EXPERTS_STACKED, block_rules, check_values, placed, rope_from, rope_to, text_to
 from intarsia_models_common.linear_attention.config import GatedDeltaNetConfig
-from intarsia_models_common.moe.config import GatedSwiGLUConfig, MoEConfig, SoftmaxRouterConfig
+from intarsia_models_common.moe.config import JOINT_LOSS, GatedSwiGLUConfig, MoEConfig, SoftmaxRouterConfig
 from intarsia_models_common.vision.hf import ids_from, ids_to, vision_from, vision_rules, vision_to
 
 from intarsia_qwen3_5.config import FULL_EVERY, Qwen35Config, experts, qwen3_5
@@ -149,7 +149,7 @@ def _feed_forward_of(text: Mapping[str, Any]) -> FeedForwardConfig:
     count = text.get("num_experts") or text.get("num_local_experts")
     if not count:
         return SwiGLUConfig(hidden=text["intermediate_size"])
-    loss = float(text.get("router_aux_loss_coef", 0.001))
+    loss = float(text.get("router_aux_loss_coef", JOINT_LOSS))
     return experts(count, text["num_experts_per_tok"], text["moe_intermediate_size"], text["shared_expert_intermediate_size"], loss)
 
 

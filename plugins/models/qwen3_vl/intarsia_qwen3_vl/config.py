@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import chz
-from intarsia_models_common.config import AttentionConfig, BlockConfig, FeedForwardConfig, RMSNormConfig, RopeConfig, SwiGLUConfig
-from intarsia_models_common.moe.config import MoEConfig, SoftmaxRouterConfig
+from intarsia_models_common.config import FeedForwardConfig, RMSNormConfig, RopeConfig, SwiGLUConfig, head_normed_block
+from intarsia_models_common.moe.config import softmax_experts
 from intarsia_models_common.vision.config import VisionConfig, VisionLanguageModelConfig
-
-JOINT_LOSS = 1e-3
-"""Coefficient of the router's auxiliary loss, `router_aux_loss_coef` in their configs."""
 
 
 @chz.chz(typecheck=True)
@@ -39,12 +36,7 @@ def qwen3_vl(
 ) -> Qwen3VLConfig:
     """A config whose blocks are all alike. Positions turn in three axes, time, height and width, in turns (interleaved M-RoPE)."""
     norm = RMSNormConfig(eps=eps)
-    block = BlockConfig(
-        attention=AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, qk_norm=norm),
-        feed_forward=feed_forward,
-        attention_norm=norm,
-        feed_forward_norm=norm,
-    )
+    block = head_normed_block(heads=heads, kv_heads=kv_heads, head_dim=head_dim, feed_forward=feed_forward, norm=norm)
     return Qwen3VLConfig(
         vocab_size=vocab_size,
         dim=dim,
@@ -61,11 +53,6 @@ def qwen3_vl(
         vision_start_id=vision_start_id,
         vision_end_id=vision_end_id,
     )
-
-
-def experts(count: int, top_k: int, hidden: int, joint_loss: float = JOINT_LOSS) -> MoEConfig:
-    """A mixture of experts as Qwen3 has it: a softmax over all, the chosen ones' weights normalised, no shared expert, balanced by a loss."""
-    return MoEConfig(router=SoftmaxRouterConfig(experts=count, top_k=top_k, joint_loss=joint_loss), hidden=hidden)
 
 
 def small_tower(out_dim: int) -> VisionConfig:
@@ -85,7 +72,7 @@ def debug() -> Qwen3VLConfig:
 
 def moe_debug() -> Qwen3VLConfig:
     """The same with experts."""
-    return _debug(experts(8, 2, 96))
+    return _debug(softmax_experts(8, 2, 96))
 
 
 def _debug(feed_forward: FeedForwardConfig) -> Qwen3VLConfig:
@@ -133,9 +120,9 @@ def qwen3_vl_32b() -> Qwen3VLConfig:
 
 def qwen3_vl_30b_a3b() -> Qwen3VLConfig:
     """Qwen3-VL 30B-A3B: 31,070,754,032 parameters, 3.9 billion of them for each token."""
-    return qwen3_vl(dim=2048, layers=48, heads=32, kv_heads=4, feed_forward=experts(128, 8, 768), vision=large_tower(2048))
+    return qwen3_vl(dim=2048, layers=48, heads=32, kv_heads=4, feed_forward=softmax_experts(128, 8, 768), vision=large_tower(2048))
 
 
 def qwen3_vl_235b_a22b() -> Qwen3VLConfig:
     """Qwen3-VL 235B-A22B: 235,670,022,896 parameters, 22.8 billion of them for each token."""
-    return qwen3_vl(dim=4096, layers=94, heads=64, kv_heads=4, feed_forward=experts(128, 8, 1536), vision=large_tower(4096))
+    return qwen3_vl(dim=4096, layers=94, heads=64, kv_heads=4, feed_forward=softmax_experts(128, 8, 1536), vision=large_tower(4096))

@@ -9,10 +9,10 @@ from intarsia.contracts import HFRule, HFTable
 from intarsia.errors import UsageError
 from intarsia_models_common.config import AttentionConfig, FeedForwardConfig, RMSNormConfig, SwiGLUConfig
 from intarsia_models_common.hf import EXPERTS_STACKED, block_rules, check_values, placed, rope_from, rope_to, text_to
-from intarsia_models_common.moe.config import MoEConfig, SoftmaxRouterConfig
+from intarsia_models_common.moe.config import JOINT_LOSS, MoEConfig, SoftmaxRouterConfig, softmax_experts
 from intarsia_models_common.vision.hf import ids_from, ids_to, vision_from, vision_rules, vision_to
 
-from intarsia_qwen3_vl.config import Qwen3VLConfig, experts, qwen3_vl
+from intarsia_qwen3_vl.config import Qwen3VLConfig, qwen3_vl
 
 DENSE, SPARSE = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
 
@@ -81,7 +81,8 @@ def _feed_forward_of(text: Mapping[str, Any], kind: str) -> FeedForwardConfig:
     if not count:
         return SwiGLUConfig(hidden=text["intermediate_size"])
     check_values(text, {"norm_topk_prob": True}, "text_config.")
-    return experts(count, text["num_experts_per_tok"], text["moe_intermediate_size"], float(text.get("router_aux_loss_coef", 0.001)))
+    loss = float(text.get("router_aux_loss_coef", JOINT_LOSS))
+    return softmax_experts(count, text["num_experts_per_tok"], text["moe_intermediate_size"], joint_loss=loss)
 
 
 def config_to_theirs(ours: Qwen3VLConfig) -> dict[str, Any]:

@@ -14,6 +14,9 @@ SCORINGS = ("softmax", "sigmoid")
 GROUP_SCORES = ("top2", "max")
 SEQUENCES = ("row", "document")
 
+JOINT_LOSS = 1e-3
+"""Coefficient of the balance loss of all layers together, `router_aux_loss_coef` in Qwen's configs."""
+
 
 @chz.chz(typecheck=True)
 class RouterConfig(ComponentConfig):
@@ -158,7 +161,22 @@ class MoEConfig(FeedForwardConfig):
         check_between("moe.hidden", self.hidden, 1)
 
 
+def softmax_experts(
+    count: int,
+    top_k: int,
+    hidden: int,
+    *,
+    shared: FeedForwardConfig | None = None,
+    norm_topk: bool = True,
+    joint_loss: float = JOINT_LOSS,
+) -> MoEConfig:
+    """A softmax over all experts, balanced by a loss over all layers together (Qwen)."""
+    router = SoftmaxRouterConfig(experts=count, top_k=top_k, norm_topk=norm_topk, joint_loss=joint_loss)
+    return MoEConfig(router=router, hidden=hidden, shared=shared)
+
+
 __all__ = [
+    "JOINT_LOSS",
     "DispatcherConfig",
     "ForcedBalancedRouterConfig",
     "GatedSwiGLUConfig",
@@ -169,6 +187,7 @@ __all__ = [
     "SigmoidRouterConfig",
     "SoftmaxRouterConfig",
     "near_text",
+    "softmax_experts",
 ]
 
 
