@@ -58,7 +58,7 @@ class ProcessGroupCommunicator(Communicator):
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
         self._sequence, self._owns_world = 0, False
         self._parts: list[ProcessGroupCommunicator] = []
-        self.watcher = Watcher(timeout_s) if watcher is None else watcher
+        self.watcher = Watcher() if watcher is None else watcher
         if self.device_backend() is not None:
             self.watcher.groups.append(self)
         self.set_timeout(timeout_s)
@@ -67,7 +67,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def set_timeout(self, timeout_s: float) -> None:
         """Bound the waits of all later calls of this group and of its parts, on this rank."""
-        self.timeout_s = self.watcher.timeout_s = timeout_s
+        self.timeout_s = timeout_s
         for device_type, kind in self._backends.items():
             backend: Any = self.group._get_backend(torch.device(device_type))
             limit = getattr(backend, "_set_default_timeout", None) or backend.set_timeout

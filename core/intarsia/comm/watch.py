@@ -25,12 +25,11 @@ MARGIN_S = 60.0
 class Watcher:
     """Asks after the ends of device calls in the order in which they began, from a thread of its own; one for the world and all its parts.
 
-    The first that is not over within `timeout_s` is told as any failed call is: in the log, and by `error`, which every later call raises. The groups are aborted, so that
+    The first that is not over within its group's `timeout_s` is told as any failed call is: in the log, and by `error`, which every later call raises. The groups are aborted, so that
     the host's wait for the device ends. Where the driver does not let a thread ask while another captures a graph, the process group's own watchdog is all there is.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self) -> None:
         self.error: DistributedError | None = None
         self.groups: list[ProcessGroupCommunicator] = []
         self._calls: collections.deque[tuple[Any, ProcessGroupCommunicator, dict[str, Any], float]] = collections.deque()
@@ -56,7 +55,7 @@ class Watcher:
         while self._calls:
             event, comm, record, began = self._calls[0]
             if not event.query():
-                late = time.monotonic() - began > self.timeout_s
+                late = time.monotonic() - began > comm.timeout_s
                 if late:
                     self._report(comm, record)
                 return not late
@@ -67,7 +66,7 @@ class Watcher:
         # A failing device is the host's to report.
         with contextlib.suppress(RuntimeError, IndexError):
             if _may_ask():
-                while not self._stopped.wait(min(1.0, self.timeout_s / 10)) and self.look():
+                while not self._stopped.wait(min([1.0, *(group.timeout_s / 10 for group in self.groups)])) and self.look():
                     pass
         self.stop()
 
