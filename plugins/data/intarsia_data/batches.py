@@ -63,22 +63,27 @@ def padding_row(size: int, pad_id: int) -> Row:
 
 
 def stack(rows: Sequence[Row], size: int) -> Batch:
-    """The rows as one Batch. Positions and document numbers are made from the lengths, here and nowhere else."""
-    positions = numpy.empty((len(rows), size), numpy.int64)
-    documents = numpy.empty((len(rows), size), numpy.int32)
-    steps = numpy.arange(size)
-    for number, row in enumerate(rows):
-        positions[number] = steps - numpy.repeat(numpy.cumsum(row.lengths) - row.lengths, row.lengths)
-        documents[number] = numpy.repeat(numpy.arange(len(row.lengths), dtype=numpy.int32), row.lengths)
+    """The rows as one Batch."""
+    positions_BS, documents_BS = places([row.lengths for row in rows], size)
     return Batch(
         tokens_BS=torch.from_numpy(numpy.stack([row.tokens for row in rows])),
         labels_BS=torch.from_numpy(numpy.stack([row.labels for row in rows])),
-        positions_BS=torch.from_numpy(positions),
-        documents_BS=torch.from_numpy(documents),
+        positions_BS=positions_BS,
+        documents_BS=documents_BS,
         lengths=tuple(tuple(row.lengths.tolist()) for row in rows),
         samples=tuple(row.sample for row in rows),
         extra={"bytes": sum(row.bytes for row in rows), **padding_of(rows, size)},
     )
+
+
+def places(lengths: Sequence[Sequence[int] | numpy.ndarray], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions (int64) and document numbers (int32) [B, size] of rows whose documents have these lengths. They are made here and nowhere else."""
+    positions_BS = numpy.empty((len(lengths), size), numpy.int64)
+    documents_BS = numpy.empty((len(lengths), size), numpy.int32)
+    for number, row in enumerate(lengths):
+        positions_BS[number] = numpy.arange(size) - numpy.repeat(numpy.cumsum(row) - row, row)
+        documents_BS[number] = numpy.repeat(numpy.arange(len(row), dtype=numpy.int32), row)
+    return torch.from_numpy(positions_BS), torch.from_numpy(documents_BS)
 
 
 def padding_of(rows: Sequence[Row], size: int) -> dict[str, torch.Tensor]:

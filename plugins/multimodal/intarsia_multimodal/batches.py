@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import torch
 from intarsia.contracts import Batch
+from intarsia_data.batches import places
 from intarsia_models_common.vision.base import check_order
 
 from intarsia_multimodal.making import Row
@@ -21,14 +22,10 @@ def stack(rows: Sequence[Row], samples: Sequence[int], merge: int) -> Batch:
     Errors: PluginError unless the rows have a place for each feature of their grids, in order. It is looked at here, on the host: a model does not wait for a device to do so.
     """
     size = len(rows[0].tokens_S)
-    positions = numpy.empty((len(rows), size), numpy.int64)
-    documents = numpy.empty((len(rows), size), numpy.int32)
+    positions_BS, documents_BS = places([row.lengths for row in rows], size)
     visual = numpy.empty((len(rows), size), numpy.int64)
     features = 0
     for number, row in enumerate(rows):
-        ends = numpy.cumsum(row.lengths)
-        positions[number] = numpy.arange(size) - numpy.repeat(ends - row.lengths, row.lengths)
-        documents[number] = numpy.repeat(numpy.arange(len(row.lengths), dtype=numpy.int32), row.lengths)
         seen = row.visual_S >= 0
         visual[number] = numpy.where(seen, row.visual_S + features, -1)
         features += int(seen.sum())
@@ -50,8 +47,8 @@ def stack(rows: Sequence[Row], samples: Sequence[int], merge: int) -> Batch:
     return Batch(
         tokens_BS=torch.from_numpy(numpy.stack([row.tokens_S for row in rows])),
         labels_BS=torch.from_numpy(numpy.stack([row.labels_S for row in rows])),
-        positions_BS=torch.from_numpy(positions),
-        documents_BS=torch.from_numpy(documents),
+        positions_BS=positions_BS,
+        documents_BS=documents_BS,
         lengths=tuple(row.lengths for row in rows),
         samples=tuple(samples),
         extra=extra,
