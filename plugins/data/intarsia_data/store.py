@@ -200,10 +200,12 @@ def framed(
 
 
 @contextlib.contextmanager
-def document_named(name: str, number: int, failure: str) -> Iterator[None]:
-    """Say of any error which source and document it comes from."""
+def document_named(name: str, number: int, failure: str, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Say of any error which source and document it comes from; those of the kinds `but` are left as they are. Stability: provisional."""
     try:
         yield
+    except but:
+        raise
     except IntarsiaError as error:
         raise type(error)(f"{name}: document {number} {failure}: {error}") from error
     except Exception as error:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from intarsia.contracts import Run
+from intarsia.train.built import DATA_AXES
 
-DATA_AXES = ("dp_replicate", "dp_shard")
-"""Axes of the mesh along which ranks have different data."""
 NAMED = 20
 """How many documents of each rank an event names."""
 

@@ -12,19 +12,18 @@ A folder named by the fingerprints of source, tokenizer and processor:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 from intarsia.contracts import DataSource, Tokenizer
-from intarsia.errors import IntarsiaError, PluginError, UsageError
-from intarsia_data.store import mapped, open_kept
+from intarsia.errors import UsageError
+from intarsia_data.store import document_named, mapped, open_kept
 
 from intarsia_multimodal.contracts import MediaError, Processor
 
@@ -124,7 +123,7 @@ def records_of(source: DataSource, processor: Processor, name: str, numbers: Seq
 def record_of(source: DataSource, processor: Processor, name: str, number: int, bad_media: str) -> Record:
     """The record of one document. Errors as in `open_index`."""
     try:
-        with told(name, number, "cannot be prepared"):
+        with document_named(name, number, "cannot be prepared", but=(MediaError,)):
             # A source that makes its media may know their sizes without making them.
             prepared = processor.prepare(getattr(source, "outline", source.__getitem__)(number))
     except MediaError as error:
@@ -137,19 +136,6 @@ def record_of(source: DataSource, processor: Processor, name: str, number: int, 
     digest.update(repr([(slot.grid, slot.frames) for slot in prepared.media]).encode())
     media = [[slot.at, slot.stop, slot.patches] for slot in prepared.media]
     return {"length": len(prepared.tokens_N), "bytes": prepared.text_bytes, "media": media, "digest": digest.hexdigest()}
-
-
-@contextlib.contextmanager
-def told(name: str, number: int, failure: str) -> Iterator[None]:
-    """Say of any error which source and document it comes from; a MediaError is left as it is, since its policy decides."""
-    try:
-        yield
-    except MediaError:
-        raise
-    except IntarsiaError as error:
-        raise type(error)(f"{name}: document {number} {failure}: {error}") from error
-    except Exception as error:
-        raise PluginError(f"{name}: document {number} {failure}: {type(error).__name__}: {error}") from error
 
 
 def stop(name: str, number: int, reason: str) -> MediaError:

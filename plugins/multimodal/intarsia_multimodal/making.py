@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy
 from intarsia.contracts import IGNORE, DataSource
 from intarsia.errors import PluginError
+from intarsia_data.store import document_named
 
 from intarsia_multimodal.contracts import MediaError, Prepared, Processor
-from intarsia_multimodal.index import stop, told
+from intarsia_multimodal.index import stop
 
 
 class Piece(NamedTuple):
@@ -92,7 +93,7 @@ class RowMaker:
     def _read(self, piece: Piece) -> tuple[Prepared, list[numpy.ndarray]]:
         """A document's tokens and the patches of each of its media, as far as the plan takes it."""
         name = self._names[piece.source]
-        with told(name, piece.document, "cannot be read"):
+        with document_named(name, piece.document, "cannot be read", but=(MediaError,)):
             prepared = self.processor.prepare(self._sources[piece.source][piece.document]).cut(piece.length)
             found = len(prepared.tokens_N), sum(slot.patches for slot in prepared.media)
             if found != (piece.length, piece.patches):
