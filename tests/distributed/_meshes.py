@@ -128,6 +128,14 @@ class Meshes:
                     worker.end()
 
 
+def check_gradients(ranks: Sequence[Mapping[str, Any]], tolerance: float) -> None:
+    """No part of any gradient differs by more than the tolerance of the gradient's largest element, and the parts make up all of every gradient."""
+    worst = sorted((error, name, rank) for rank, each in enumerate(ranks) for name, error in each["worst"])
+    assert worst[-1][0] < tolerance, worst[-5:]
+    for name, numel in ranks[0]["expected"].items():
+        assert sum(each["numel"].get(name, 0) for each in ranks) >= numel, name
+
+
 # ---------------------------------------------------------------- on a rank
 
 

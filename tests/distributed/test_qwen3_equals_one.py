@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _meshes import Meshes
+from _meshes import Meshes, check_gradients
 from parallel_recipes import write_documents
 
 TOLERANCE = 1e-5
@@ -36,7 +36,7 @@ MESHES: dict[str, tuple[int, str, tuple[str, ...]]] = {
 }
 
 # All meshes run at the first test's beginning.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(2400)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,7 @@ def test_a_mesh_equals_one_process(name: str, answers: dict[str, Any]) -> None:
         for what, value in numbers.items():
             assert found["steps"][step][what] == pytest.approx(value, rel=TOLERANCE), f"{what} of step {step}"
     assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=TOLERANCE)
-    worst = sorted((error, name, rank) for rank, each in enumerate(found["by_rank"]) for name, error in each["worst"])
-    assert worst[-1][0] < TOLERANCE, worst[-5:]
-    for name, numel in found["by_rank"][0]["expected"].items():
-        assert sum(each["numel"].get(name, 0) for each in found["by_rank"]) >= numel, name
+    check_gradients(found["by_rank"], TOLERANCE)
 
 
 def test_what_is_compared_matters(answers: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import chz
 import pytest
-from _meshes import Meshes
+from _meshes import Meshes, check_gradients
 from parallel_recipes import FOLDER, write_documents
 
 TOLERANCE = 1e-5
@@ -105,7 +105,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
         yield Answers(folder, meshes)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     "recipe,mesh", [pytest.param(*case, marks=() if case in SHORT else pytest.mark.slow, id=" ".join(case)) for case in CASES]
 )
@@ -118,10 +118,7 @@ def test_a_mesh_equals_one_process(recipe: str, mesh: str, answers: Answers) -> 
         for what, value in numbers.items():
             assert found["steps"][step][what] == pytest.approx(value, rel=TOLERANCE), f"{what} of step {step}"
     assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=TOLERANCE)
-    worst = sorted((error, name, rank) for rank, each in enumerate(found["by_rank"]) for name, error in each["worst"])
-    assert worst[-1][0] < TOLERANCE, worst[-5:]
-    for name, numel in found["by_rank"][0]["expected"].items():
-        assert sum(each["numel"].get(name, 0) for each in found["by_rank"]) >= numel, name
+    check_gradients(found["by_rank"], TOLERANCE)
 
 
 def test_what_is_compared_matters(answers: Answers) -> None:
