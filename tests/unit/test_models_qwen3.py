@@ -85,7 +85,7 @@ def test_sharding_names_every_module_with_parameters_and_no_other():
 
     for config in (tiny(), tiny(feed_forward=softmax_experts(4, 2, 16), dense=SwiGLUConfig(hidden=24), dense_layers=(1,))):
         model = on_meta(config)
-        patterns = [pattern for pattern, _ in sharding.table(config)]
+        patterns = [pattern for pattern, _, _ in sharding.table(config)]
         modules = [name for name, _ in model.named_modules()]
         unmatched = [pattern for pattern in patterns if not fnmatch.filter(modules, pattern)]
         assert not unmatched

@@ -1,25 +1,14 @@
-"""Which role each module plays when the model is cut: rows (module pattern, role, settings). The parallel plugins give roles their meaning. Torch-free.
-
-Shared experts are whole and work on the rank's own tokens, as routed ones do.
-"""
+"""Which role each module plays when the model is cut: rows (module pattern, role, settings). The parallel plugins give roles their meaning. Torch-free."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from intarsia_models_common.config import AttentionConfig, BlockConfig
 from intarsia_models_common.linear_attention.config import GatedDeltaNetConfig
 from intarsia_models_common.linear_attention.sharding import delta_rows
-from intarsia_models_common.moe.config import MoEConfig
+from intarsia_models_common.sharding import Row, attention_rows, feed_forward_rows, norm_rows
 from intarsia_models_common.vision.sharding import vision_rows
 
 from intarsia_qwen3_5.config import Qwen35Config
-
-Row = tuple[str, str, dict[str, Any]]
-
-_SOFTMAX = (("", "attention_heads"), (".wq", "column"), (".wk", "column"), (".wv", "column"), (".wg", "column"), (".wo", "row"))
-_DENSE = (("", "region"), (".w1", "column"), (".w3", "column"), (".w2", "row"))
-_SHARED = ("w1", "w3", "w2", "gate")
 
 
 def table(config: Qwen35Config) -> tuple[Row, ...]:
@@ -39,14 +28,9 @@ def table(config: Qwen35Config) -> tuple[Row, ...]:
 
 
 def _block(place: str, block: BlockConfig) -> list[Row]:
-    rows: list[Row] = [(f"{place}.attention_norm", "sequence", {}), (f"{place}.feed_forward_norm", "sequence", {})]
+    rows = norm_rows(place)
     if isinstance(block.attention, AttentionConfig):
-        rows += [(f"{place}.attention{name}", role, {}) for name, role in _SOFTMAX]
+        rows += attention_rows(f"{place}.attention", gate=block.attention.gate)
     if isinstance(block.attention, GatedDeltaNetConfig):
         rows += delta_rows(f"{place}.attention")
-    if isinstance(block.feed_forward, MoEConfig):
-        rows += [(f"{place}.feed_forward.router", "sequence", {}), (f"{place}.feed_forward.experts", "expert", {})]
-        rows += [(f"{place}.feed_forward.shared.{name}", "sequence", {}) for name in _SHARED]
-    else:
-        rows += [(f"{place}.feed_forward{name}", role, {}) for name, role in _DENSE]
-    return rows
+    return rows + feed_forward_rows(f"{place}.feed_forward", block.feed_forward)

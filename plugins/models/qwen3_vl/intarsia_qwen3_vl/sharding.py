@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from intarsia_models_common.moe.config import MoEConfig
+from intarsia_models_common.sharding import Row, attention_rows, feed_forward_rows, norm_rows
 from intarsia_models_common.vision.sharding import vision_rows
 
 from intarsia_qwen3_vl.config import Qwen3VLConfig
-
-Row = tuple[str, str, dict[str, Any]]
-
-_ATTENTION: tuple[tuple[str, str], ...] = (
-    ("attention_norm", "sequence"),
-    ("attention", "attention_heads"),
-    ("attention.wq", "column"),
-    ("attention.wk", "column"),
-    ("attention.wv", "column"),
-    ("attention.wo", "row"),
-    ("feed_forward_norm", "sequence"),
-)
-_DENSE = (("feed_forward", "region"), ("feed_forward.w1", "column"), ("feed_forward.w3", "column"), ("feed_forward.w2", "row"))
-_SPARSE = (("feed_forward.router", "sequence"), ("feed_forward.experts", "expert"))
 
 
 def table(config: Qwen3VLConfig) -> tuple[Row, ...]:
@@ -29,8 +13,7 @@ def table(config: Qwen3VLConfig) -> tuple[Row, ...]:
     rows: list[Row] = [("tok_embeddings", "vocab", {})]
     if config.vision is not None:
         rows += vision_rows("visual")
-    rows += [(f"layers.*.{name}", role, {}) for name, role in _ATTENTION]
+    rows += [*norm_rows("layers.*"), *attention_rows("layers.*.attention")]
     for i, block in enumerate(config.layers):
-        parts = _SPARSE if isinstance(block.feed_forward, MoEConfig) else _DENSE
-        rows += [(f"layers.{i}.{name}", role, {}) for name, role in parts]
+        rows += feed_forward_rows(f"layers.{i}.feed_forward", block.feed_forward)
     return (*rows, ("norm", "sequence", {}), ("head", "vocab", {}))

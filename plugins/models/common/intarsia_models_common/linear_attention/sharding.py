@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-Row = tuple[str, str, dict[str, Any]]
+from intarsia_models_common.sharding import Row
 
 # Value heads are what is shared out; a rank's value heads read its own key heads, with which the convolution's channels go.
 _HEADS = {

@@ -36,30 +36,35 @@ def short_conv(
     if activation not in ("silu", "none"):
         raise UsageError(f"short_conv: activation is {activation!r}. {did_you_mean(activation, ('silu', 'none'))}")
     past = weight_CK.shape[1] - 1
-    x_BEC = entries(x_BSC, past, state_BKC)
+    x_BEC = _entries(x_BSC, past, state_BKC)
     segment_BS = segments(documents_BS, counts_B)
     segment_BE = None if segment_BS is None else F.pad(segment_BS, (past, 0))
     y_BSC = _ShortConv.apply(x_BEC, weight_CK, segment_BE, activation == "silu")
-    return y_BSC, tail(x_BEC, segment_BE, counts_B, past)
+    return y_BSC, tail(x_BSC, state_BKC, documents_BS, counts_B, past)
 
 
-def entries(x_BSC: Tensor, past: int, state_BKC: Tensor | None) -> Tensor:
+def _entries(x_BSC: Tensor, past: int, state_BKC: Tensor | None) -> Tensor:
     """Past inputs, then the tokens, [B, E, C]."""
     return F.pad(x_BSC, (0, 0, past, 0)) if state_BKC is None else torch.cat((state_BKC.to(x_BSC.dtype), x_BSC), 1)
 
 
-def tail(x_BEC: Tensor, segment_BE: Tensor | None, counts_B: Tensor | None, past: int) -> Tensor:
-    """The last `past` entries of each row that are real, of the last document."""
-    first = x_BEC.shape[1] - past
-    if counts_B is None:
-        tail_BKC, at_BK = x_BEC[:, first:], None
-    else:
-        at_BK = counts_B[:, None] + torch.arange(past, device=x_BEC.device)
-        tail_BKC = x_BEC.gather(1, at_BK[..., None].expand(-1, -1, x_BEC.shape[2]))
-    if segment_BE is None:
+def tail(x_BSC: Tensor, state_BKC: Tensor | None, documents_BS: Tensor | None, counts_B: Tensor | None, past: int) -> Tensor:
+    """The last `past` real inputs of each row's last document, zeros where it has fewer. Looks at no other tokens."""
+    rows, tokens, channels = x_BSC.shape
+    if tokens == 0:
+        return _entries(x_BSC, past, state_BKC)
+    ends_B1 = x_BSC.new_full((rows, 1), tokens, dtype=torch.long) if counts_B is None else counts_B[:, None]
+    at_BK = ends_B1 - past + torch.arange(past, device=x_BSC.device)
+    places_BKC = at_BK.clamp_min(0)[..., None].expand(-1, -1, channels)
+    tail_BKC = x_BSC.gather(1, places_BKC).masked_fill((at_BK < 0)[..., None], 0.0)
+    if state_BKC is not None:
+        before_BKC = state_BKC.to(x_BSC.dtype).gather(1, (at_BK + past).clamp_max(past - 1)[..., None].expand(-1, -1, channels))
+        tail_BKC = torch.where((at_BK < 0)[..., None], before_BKC, tail_BKC)
+    if documents_BS is None:
         return tail_BKC
-    segment_BK = segment_BE[:, first:] if at_BK is None else segment_BE.gather(1, at_BK)
-    return tail_BKC.masked_fill((segment_BK != segment_BE[:, -1:])[..., None], 0.0)
+    here_BK, before_BK = (documents_BS.gather(1, (at_BK - back).clamp_min(0)) for back in (0, 1))
+    begins_BK = F.pad((here_BK != before_BK)[:, 1:].long(), (0, 1))
+    return tail_BKC.masked_fill((begins_BK.flip(1).cumsum(1).flip(1) > 0)[..., None], 0.0)
 
 
 class _ShortConv(torch.autograd.Function):

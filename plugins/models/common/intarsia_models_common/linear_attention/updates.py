@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from intarsia_models_common.linear_attention.operators import GATED_DELTA_RULE, SHORT_CONV
-from intarsia_models_common.linear_attention.short_conv import Activation, entries, tail
+from intarsia_models_common.linear_attention.short_conv import Activation, tail
 from intarsia_models_common.linear_attention.tokens import segments, wide
 
 Carry = tuple[Tensor, Tensor]
@@ -43,11 +43,10 @@ class ShortConvUpdate:
         rows, tokens = x_BSC.shape[:2]
         past = weight_CK.shape[1] - 1
         segment_BS = segments(documents_BS, counts_B)
-        segment_BE = None if segment_BS is None else F.pad(segment_BS, (past, 0))
         moved_B = torch.full((rows,), tokens, device=x_BSC.device) if counts_B is None else counts_B
         if segment_BS is not None:
             moved_B = torch.where(segment_BS[:, -1] > 0, past, moved_B)
-        return moved_B.clamp(max=past), tail(entries(x_BSC, past, None), segment_BE, counts_B, past)
+        return moved_B.clamp(max=past), tail(x_BSC, None, documents_BS, counts_B, past)
 
     def combine(self, earlier: Carry, later: Carry) -> Carry:
         """What two neighbouring parts do together."""

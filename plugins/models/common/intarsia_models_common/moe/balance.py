@@ -70,8 +70,8 @@ def z_loss(logits_NE: Tensor, keep_N: Tensor | None = None) -> Tensor:
 
 def statistics(probabilities_NE: Tensor, experts_NK: Tensor, keep_N: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs of each expert, the sum of its probabilities (which are 0 for padding), and how many tokens count."""
-    tokens, k = experts_NK.shape
-    each_N = probabilities_NE.new_ones(()).expand(tokens) if keep_N is None else keep_N.to(probabilities_NE.dtype)
+    k = experts_NK.shape[1]
+    each_N = _each(probabilities_NE, keep_N)
     pairs_E = probabilities_NE.new_zeros(probabilities_NE.shape[1])
     pairs_E = pairs_E.scatter_add_(0, experts_NK.flatten(), each_N[:, None].expand(-1, k).flatten())
     return pairs_E, probabilities_NE.sum(0), each_N.sum()
@@ -90,13 +90,17 @@ def sequence_loss(probabilities_NE: Tensor, experts_NK: Tensor, where: Sequences
     experts, k = probabilities_NE.shape[1], experts_NK.shape[1]
     which_N, sequences = _sequences(where, probabilities_NE)
     index = (which_N[:, None] * experts + experts_NK).flatten()
-    each_N = probabilities_NE.new_ones(()).expand(len(which_N)) if where.keep_N is None else where.keep_N.to(probabilities_NE.dtype)
-    each_NK = each_N[:, None].expand(-1, k).flatten()
+    each_NK = _each(probabilities_NE, where.keep_N)[:, None].expand(-1, k).flatten()
     counts_QE = probabilities_NE.new_zeros(sequences * experts).scatter_add_(0, index, each_NK).view(sequences, experts)
     counts_QE = logical.sum(counts_QE, ("sequence",))
     tokens_Q1 = (counts_QE.sum(-1, keepdim=True) / k).clamp_min(1)
     mass_QE = probabilities_NE.new_zeros(sequences, experts).index_add(0, which_N, probabilities_NE)
     return experts * (mass_QE * (counts_QE / (tokens_Q1 * k))).sum()
+
+
+def _each(like_NE: Tensor, keep_N: Tensor | None) -> Tensor:
+    """What each token counts, in the dtype of `like_NE`."""
+    return like_NE.new_ones(()).expand(like_NE.shape[0]) if keep_N is None else keep_N.to(like_NE.dtype)
 
 
 def _sequences(where: Sequences, like_NE: Tensor) -> tuple[Tensor, int]:

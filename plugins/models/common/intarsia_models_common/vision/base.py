@@ -21,6 +21,7 @@ from intarsia_models_common.base import LanguageModel
 from intarsia_models_common.build import build
 from intarsia_models_common.vision.config import VisionLanguageModelConfig
 from intarsia_models_common.vision.flops import tower_flops
+from intarsia_models_common.vision.tower import linear_flops
 
 Carry = Tensor | tuple[Tensor, Tensor, tuple[Tensor, ...]]
 """The residual stream [B, S, D]; while there are DeepStack features to come: with each token's feature [B, S], and these features [M, D]."""
@@ -99,8 +100,7 @@ class VisionLanguageModel(LanguageModel):
 
     def flops_per_token(self, sequence_tokens: int) -> float:
         """The text's: what the tower costs depends on the images (`media_flops`)."""
-        tower = () if self.visual is None else self.visual.modules()
-        inside = sum(2.0 * each.in_features * each.out_features for each in tower if isinstance(each, nn.Linear))
+        inside = 0.0 if self.visual is None else linear_flops(self.visual)
         return super().flops_per_token(sequence_tokens) - 3.0 * inside
 
     def media_flops(self, extra: Mapping[str, Any]) -> float:

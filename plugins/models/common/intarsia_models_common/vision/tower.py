@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,8 @@ from intarsia.errors import UsageError
 from torch import Tensor, nn
 
 from intarsia_models_common.build import Linear, Scope, parameter
-from intarsia_models_common.rope import RopeTables
+from intarsia_models_common.config import RopeConfig
+from intarsia_models_common.rope import Rope, RopeTables
 from intarsia_models_common.vision import grids as sizes
 from intarsia_models_common.vision.config import LayerNormConfig, VisionConfig
 from intarsia_models_common.vision.flops import frame_flops
@@ -49,33 +49,13 @@ class PositionTable(nn.Module):
         return {"weight": Init("normal", std=self.std)}
 
 
-class AxialRope(nn.Module):
-    """Half of a head's pairs turn by the patch's row, half by its column; float32 whatever the model's dtype."""
-
-    frequencies_d: Tensor
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.register_buffer("frequencies_d", torch.empty(head_dim // 4, dtype=torch.float32), persistent=False)
-        self.fill_buffers()
+class AxialRope(Rope):
+    """Half of a head's pairs turn by the patch's row, half by its column. Its scope's `dim` is half of the head dim."""
 
     def forward(self, places_N2: Tensor) -> RopeTables:
-        """cos and sin, [1, N, d]: the rows' angles, then the columns'."""
-        angles_Nd = (places_N2[..., None].float() * self.frequencies_d).flatten(1)
-        return angles_Nd.cos()[None], angles_Nd.sin()[None]
-
-    def fill_buffers(self) -> None:
-        """Compute the frequencies on the buffer's device."""
-        half = self.head_dim // 2
-        plain_d = 1.0 / THETA ** (torch.arange(0, half, 2, dtype=torch.int64, device="cpu").float() / half)
-        self.frequencies_d = plain_d.to(self.frequencies_d.device)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # A model cast to bfloat16, or moved off the meta device, keeps its frequencies, and keeps them in float32.
-        super()._apply(fn, recurse)
-        self.fill_buffers()
-        return self
+        """cos and sin, [1, N, d]: the rows', then the columns'."""
+        cos_N2d, sin_N2d = super().forward(places_N2)
+        return cos_N2d.flatten(1)[None], sin_N2d.flatten(1)[None]
 
 
 class SegmentAttention(nn.Module):
@@ -131,7 +111,7 @@ class VisionBlock(nn.Module):
 
     def forward_flops_per_token(self, sequence_tokens: int) -> float:
         """For one token of a row of which `VisionConfig.share` is visual; scores are left out, since they depend on the images."""
-        return self._patches_of_token * _linear_flops(self)
+        return self._patches_of_token * linear_flops(self)
 
 
 class Merger(nn.Module):
@@ -157,7 +137,7 @@ class Merger(nn.Module):
 
     def forward_flops_per_token(self, sequence_tokens: int) -> float:
         """For one token of a row of which `VisionConfig.share` is visual."""
-        return self._features_of_token * _linear_flops(self)
+        return self._features_of_token * linear_flops(self)
 
 
 class PatchEmbedding(Linear):
@@ -188,7 +168,7 @@ class VisionTower(nn.Module):
         self.patch_embedding = PatchEmbedding(config.values, config.dim, scope.std, bias=True)
         self.patch_embedding.patches_of_token = config.share * config.merge**2
         self.positions = PositionTable(config.table, config.dim, scope.std if config.position_std is None else config.position_std)
-        self.rope = AxialRope(config.dim // config.heads)
+        self.rope = AxialRope(RopeConfig(theta=THETA), scope.inside("rope", config.dim // config.heads // 2))
         self.blocks = nn.ModuleList([VisionBlock(config, scope.inside(f"blocks.{j}")) for j in range(config.depth)])
         self.merger = Merger(config, scope.inside("merger"), norm_merged=False)
         self.deepstack = nn.ModuleList([Merger(config, scope.inside(f"deepstack.{k}"), True) for k in range(len(config.deepstack))])
@@ -235,5 +215,6 @@ def check_patches(patches_NC: Tensor, grids: Sequence[sizes.Grid], config: Visio
         raise UsageError(f"The batch has {patches_NC.shape[0]} patches, and its grids {tuple(grids)} speak of {count}.")
 
 
-def _linear_flops(module: nn.Module) -> float:
+def linear_flops(module: nn.Module) -> float:
+    """FLOPs of the forward pass of each projection within, over one row."""
     return sum(2.0 * each.in_features * each.out_features for each in module.modules() if isinstance(each, nn.Linear))
