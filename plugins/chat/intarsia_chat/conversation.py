@@ -23,7 +23,7 @@ from intarsia.errors import UsageError, did_you_mean
 from intarsia_data.tokenizer import is_trained
 
 from intarsia_chat.contracts import ChatTemplate
-from intarsia_chat.formats.values import encodable
+from intarsia_chat.formats.values import encodable, tool_object
 from intarsia_chat.guard import Guard, Piece, Special, Text, special_pattern
 from intarsia_chat.jinja import CompiledTemplate
 
@@ -152,12 +152,8 @@ class Conversation:
             number = getattr(self._tokenizer, f"{name}_id")
             if number is not None:
                 variables[f"{name}_token"] = names[number] if number in names else guard.token(number)
-        offered = [
-            {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}}
-            for tool in tools
-        ]
-        given = {"tools": guard.values(offered)} if offered else {"tools": None}
-        return self._compiled.render(values, **variables, **self._variables, **given, add_generation_prompt=prompt)
+        offered = guard.values([tool_object(tool) for tool in tools]) or None
+        return self._compiled.render(values, **variables, **self._variables, tools=offered, add_generation_prompt=prompt)
 
     def _values(self, message: Message, number: int, count: int, guard: Guard, said: bool) -> dict[str, Any]:
         """A message as templates know it. A generated one shows the template only whether it reasons and whether it says something."""
@@ -247,14 +243,19 @@ class Conversation:
 
     # ------------------------------------------------------------ generated turns
 
-    def _split(self, text: str) -> tuple[bool, str]:
-        """Whether a generated text reasons, and what it says behind that. Reasoning that never ends goes to the end."""
+    def reasoning_end(self, text: str) -> int:
+        """The place behind the reasoning in a generated text, 0 where it has none. Reasoning that never ends goes to the end."""
         opens, closes = self.template.reasoning
         begin = text.find(opens)
         if begin < 0:
-            return False, text
+            return 0
         end = text.find(closes, begin)
-        return True, "" if end < 0 else text[end + len(closes) :].lstrip()
+        return len(text) if end < 0 else end + len(closes)
+
+    def _split(self, text: str) -> tuple[bool, str]:
+        """Whether a generated text reasons, and what it says behind that."""
+        end = self.reasoning_end(text)
+        return (True, text[end:].lstrip()) if end else (False, text)
 
     def _said(self, ids: Sequence[int], message: Message, keeps: bool) -> list[int]:
         """A generated turn: its ids, or those behind its reasoning, and its end."""

@@ -13,10 +13,14 @@ from intarsia.errors import UsageError
 WHITE = re.compile(r"\s*")
 
 
+def tool_object(tool: ToolSpec) -> dict[str, Any]:
+    """A tool as templates and models are told of it."""
+    return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}}
+
+
 def tool_json(tool: ToolSpec, indent: int | None = None) -> str:
-    """A tool as it is told to models."""
-    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
-    return to_json({"type": "function", "function": function}, indent)
+    """The same as text."""
+    return to_json(tool_object(tool), indent)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -21,7 +21,7 @@ class TemplateRenderer:
     """A Renderer (`intarsia_rl.contracts`). One serves all episodes: of these it keeps nothing but the tools that it has seen, by which it reads the types of a call's arguments."""
 
     def __init__(self, tokenizer: TemplatedTokenizer):
-        self._conversation, self._format, self._reasoning = tokenizer.conversation, tokenizer.tool_format, tokenizer.template.reasoning
+        self._conversation, self._format = tokenizer.conversation, tokenizer.tool_format
         self._tools: dict[str, ToolSpec] = {}
         self.stop_ids = tokenizer.stop_ids
 
@@ -45,10 +45,7 @@ class TemplateRenderer:
         text = self._conversation.text_of(tokens)
         if self._format is None:
             return Turn("assistant", text, tokens=tuple(tokens))
-        opens, closes = self._reasoning
-        begin = text.find(opens)
-        end = text.find(closes, begin) if begin >= 0 else 0
-        end = len(text) if end < 0 else end + len(closes) if begin >= 0 else 0
+        end = self._conversation.reasoning_end(text)
         content, calls = self._format.parse(text[end:], tuple(self._tools.values()))
         return Turn("assistant", text[:end] + content, tokens=tuple(tokens), tool_calls=calls)
 
