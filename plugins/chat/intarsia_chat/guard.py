@@ -13,6 +13,7 @@ from typing import Any
 
 from intarsia.contracts import Media
 from intarsia.errors import UsageError
+from intarsia_data.tokenizer import no_tokens_for
 
 FIRST, LAST = 0xF0000, 0x10FFFF
 PRIVATE = f"[{chr(FIRST)}-{chr(LAST)}]"
@@ -94,10 +95,7 @@ class Guard:
             elif issubclass(kind, int):
                 made.append(self.ids([int(part) for part in run if not isinstance(part, str | Media)]))
             else:
-                raise UsageError(
-                    f"it holds a medium ({next(getattr(part, 'kind', kind.__name__) for part in run)}), which text alone has no tokens for. Set data.loader=multimodal, and its "
-                    "processor to the model's."
-                )
+                raise no_tokens_for(next(part for part in run if isinstance(part, Media)))
         return "".join(made)
 
     def values(self, value: Any) -> Any:

@@ -35,7 +35,7 @@ def to_document(record: Any, field: str, where: str, trained: str = "trained") -
         )
     value = record[field]
     if isinstance(value, str):
-        return Document(text=_encodable(value, where, repr(field)))
+        return Document(text=encodable(value, where, repr(field)))
     if isinstance(value, Sequence) and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
         if wrong := [item for item in value if not 0 <= item < 1 << 32]:
             raise UsageError(f"{where}: field {field!r} holds {wrong[0]}, which can be no token id.")
@@ -71,7 +71,7 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     trained = item.get("trained")
     if trained is not None and not isinstance(trained, bool):
         raise UsageError(f"{where}: 'trained' must be true, false or absent, but holds {_kind(trained)}.")
-    content = _encodable(item["content"], where, "'content'")
+    content = encodable(item["content"], where, "'content'")
     return Message(role=item["role"], content=content, trained=trained, tool_calls=to_tool_calls(calls, where))
 
 
@@ -84,7 +84,7 @@ def to_tool_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
         if not isinstance(name, str) or not isinstance(arguments, str | Mapping):
             raise UsageError(f"{where}: tool_calls[{number}] must have a name (a string) and arguments (an object, or its JSON text).")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        found.append(ToolCall(str(call.get("id") or f"call-{number + 1}"), name, _encodable(text, where, "'tool_calls'")))
+        found.append(ToolCall(str(call.get("id") or f"call-{number + 1}"), name, encodable(text, where, "'tool_calls'")))
     return tuple(found)
 
 
@@ -109,8 +109,8 @@ def _objects(value: Any, where: str, field: str) -> Sequence[Mapping[str, Any]]:
     return value
 
 
-def _encodable(text: str, where: str, field: str) -> str:
-    """`text`, which UTF-8 can hold: JSON may escape half of a surrogate pair, which is no character."""
+def encodable(text: str, where: str, field: str) -> str:
+    """`text`, which UTF-8 can hold: JSON may escape half of a surrogate pair, which is no character. Stability: provisional."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

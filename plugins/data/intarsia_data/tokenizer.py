@@ -77,14 +77,19 @@ def encode_parts(content: str | Parts, encode: Callable[[str], Sequence[int]], v
         if isinstance(part, str):
             ids += encode(part)
         elif isinstance(part, Media):
-            raise UsageError(
-                f"it holds a medium ({part.kind}), which text alone has no tokens for. Set data.loader=multimodal, and its processor to the model's."
-            )
+            raise no_tokens_for(part)
         elif 0 <= part < vocab_size:
             ids.append(part)
         else:
             raise UsageError(f"token id {part} is out of range: the tokenizer has the ids 0 to {vocab_size - 1}")
     return ids
+
+
+def no_tokens_for(medium: Media) -> UsageError:
+    """What is to be said of a medium where only text has tokens. Stability: provisional."""
+    return UsageError(
+        f"it holds a medium ({medium.kind}), which text alone has no tokens for. Set data.loader=multimodal, and its processor to the model's."
+    )
 
 
 def text_of(content: str | Parts) -> str:

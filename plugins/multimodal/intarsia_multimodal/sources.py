@@ -12,7 +12,7 @@ from typing import Any
 from intarsia.contracts import Document, Media, Message, Parts
 from intarsia.errors import UsageError, did_you_mean
 from intarsia_data.files import decode, expand, fingerprint
-from intarsia_data.records import parse_json, to_tool_calls, to_tools
+from intarsia_data.records import encodable, parse_json, to_tool_calls, to_tools
 from intarsia_data.sources import FileSource
 
 from intarsia_multimodal.config import MediaFolderConfig, MediaJsonlConfig, ReadingConfig
@@ -183,11 +183,7 @@ class _Reader:
     def _text(self, value: Any, field: str) -> str:
         if not isinstance(value, str):
             raise UsageError(f"{self._where}: {field} must be a string, not {type(value).__name__}.")
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(f"{self._where}: {field} has a lone surrogate as its character {error.start}.") from None
-        return value
+        return encodable(value, self._where, field)
 
 
 class MediaFolderSource:
