@@ -114,7 +114,7 @@ class Seeing(nn.Module):
 
 class TestMedia(RoleConformance):
     entry = "intarsia-parallel:media"
-    rows = tuple((f"sees.{name}", role, {}) for name, role, _ in vision_rows("visual"))
+    rows = tuple((f"sees.{name}", *row) for name, *row in vision_rows("visual"))
     vision = "whole"
 
     def module(self) -> nn.Module:
@@ -135,8 +135,8 @@ class TestMediaShared(TestMedia):
     vision = "shared"
 
 
-class TestOwnTokens(TestMedia):
-    entry = "intarsia-parallel:own_tokens"
+class TestReplicatedOfTheBatch(TestMedia):
+    entry = "intarsia-parallel:replicated"
 
 
 def unsummed(partial: Tensor, dim: int, counts: Any, comm: Communicator, what: str) -> Tensor:

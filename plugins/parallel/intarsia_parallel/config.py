@@ -130,8 +130,10 @@ class SequenceConfig(RoleConfig):
 class ReplicatedConfig(RoleConfig):
     """Sees all tokens with whole parameters."""
 
-    inputs: int = chz.field(default=1, doc="How many of the leading arguments are activations cut along the sequence.")
+    inputs: int = chz.field(
+        default=1, doc="How many of the leading arguments are activations cut along the sequence; 0 for what reads the batch alone."
+    )
 
     @chz.validate
     def _fits(self) -> None:
-        check_between("replicated.inputs", self.inputs, 1)
+        check_between("replicated.inputs", self.inputs, 0)

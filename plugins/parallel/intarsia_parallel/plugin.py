@@ -34,11 +34,6 @@ def offer_roles() -> Sequence[Entry]:
             target=f"{_ROLES}.media:Media",
             doc="A vision tower: run by every rank on all images of its rows, or on its share of them (parallel.vision).",
         ),
-        Entry(
-            name="own_tokens",
-            target=f"{_ROLES}.own_tokens:OwnTokens",
-            doc="Has all tokens of a row on every rank, and keeps the own part of the result.",
-        ),
         _role("replicated", "ReplicatedConfig", "Sees all tokens with whole parameters, and keeps the own part of the result."),
     ]
 
