@@ -7,71 +7,28 @@ are what models of such sizes are trained with.
 
 from __future__ import annotations
 
-from intarsia.config import (
-    CheckpointConfig,
-    CompileConfig,
-    DataConfig,
-    EvaluationConfig,
-    MixturePart,
-    PrecisionConfig,
-    Recipe,
-    RecomputeConfig,
-    TrainConfig,
-)
-from intarsia_checkpoint_posix.config import PosixConfig
-from intarsia_checkpoint_stream.config import StreamConfig
-from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
-from intarsia_eager.config import CrossEntropyConfig, EagerConfig
-from intarsia_flexshard.config import FlexShardConfig
+from intarsia.config import Recipe
 from intarsia_models_common.config import SwiGLUConfig
-from intarsia_optimizers.config import AdamWConfig, CosineConfig, MuonConfig, WSDConfig
+from intarsia_models_common.recipes import published_run, small_run
 
 from intarsia_qwen3 import config
 from intarsia_qwen3.config import Qwen3Config
 
 
-def _debug(name: str, model: Qwen3Config) -> Recipe:
-    return Recipe(
-        name=name,
-        model=model,
-        data=DataConfig(loader=PackedConfig(), tokenizer=ByteTokenizerConfig(), mixture=(MixturePart(source=StdlibConfig()),)),
-        optimizer=MuonConfig(lr=0.03, weight_decay=0.01, momentum=0.9, adamw_lr=0.02, newton_schulz_dtype="float32"),
-        schedule=WSDConfig(warmup_steps=10, decay=0.3),
-        loss=CrossEntropyConfig(),
-        engine=EagerConfig(),
-        sharder=FlexShardConfig(),
-        checkpoint=CheckpointConfig(every=100, backend=StreamConfig(), storage=PosixConfig()),
-        train=TrainConfig(steps=200, sequence_length=256, micro_batch=8, global_batch=8),
-        evaluation=EvaluationConfig(every=50, batches=16),
-    )
-
-
 def debug() -> Recipe:
     """Bytes of Python's own standard library, 1.8 M parameters, Muon: two minutes on two cores."""
-    return _debug("qwen3-debug", config.debug())
+    return small_run("qwen3-debug", config.debug())
 
 
 def moe_debug() -> Recipe:
     """The same with experts."""
-    return _debug("qwen3-moe-debug", config.moe_debug())
+    return small_run("qwen3-moe-debug", config.moe_debug())
 
 
 def _published(name: str, model: Qwen3Config, *, lr: float, steps: int, global_batch: int, recompute: bool = True) -> Recipe:
-    return Recipe(
-        name=name,
-        model=model,
-        data=DataConfig(loader=PackedConfig(), tokenizer=ByteTokenizerConfig(), mixture=(MixturePart(source=StdlibConfig()),)),
-        optimizer=AdamWConfig(lr=lr, weight_decay=0.1, betas=(0.9, 0.95)),
-        schedule=CosineConfig(warmup_steps=2000, floor=0.1),
-        loss=CrossEntropyConfig(chunk=2048),
-        engine=EagerConfig(),
-        sharder=FlexShardConfig(),
-        checkpoint=CheckpointConfig(every=1000, keep_last=3, backend=StreamConfig(), storage=PosixConfig()),
-        train=TrainConfig(steps=steps, sequence_length=4096, micro_batch=1, global_batch=global_batch),
-        precision=PrecisionConfig(master="float32", compute="bfloat16", reduce="float32"),
-        compile=CompileConfig(mode="local" if isinstance(model.layers[0].feed_forward, SwiGLUConfig) else "none"),
-        recompute=RecomputeConfig(mode="blocks" if recompute else "none"),
-        evaluation=EvaluationConfig(every=1000, batches=8),
+    dense = isinstance(model.layers[0].feed_forward, SwiGLUConfig)
+    return published_run(
+        name, model, lr=lr, steps=steps, sequence_length=4096, global_batch=global_batch, compiled=dense, recompute=recompute
     )
 
 
