@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from intarsia import logical, ops, plugins
+from intarsia import logical, plugins
 from intarsia.cli import main
 from intarsia.comm import FakeCommunicator
 from intarsia.config import Recipe, resolve
@@ -107,10 +107,8 @@ class Real:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Any:
-    """No kernels of a run that this process had before, and no ranks of one after it."""
-    references = {name: ops.Choice("reference", "a test") for name in ops.operators()}
-    with ops.installed(references):
-        yield
+    """No ranks of a run that this process had before."""
+    yield
     logical.reset()
 
 
