@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
+from intarsia_models_common.linear_attention.short_conv import tail
 from torch import Tensor
 from torch.library import wrap_triton
 
@@ -207,23 +207,6 @@ class _ShortConv(torch.autograd.Function):
         return dx_BSC, dweight_PCK.sum(0).to(weight_CK.dtype), None if state_BKC is None else dstate_BKC, None, None, None
 
 
-def _tail(x_BSC: Tensor, state_BKC: Tensor | None, documents_BS: Tensor | None, counts_B: Tensor | None, past: int) -> Tensor:
-    """The last `past` real inputs of each row's last document, zeros where it has fewer. Looks at no other tokens."""
-    rows, tokens, channels = x_BSC.shape
-    ends_B1 = x_BSC.new_full((rows, 1), tokens, dtype=torch.long) if counts_B is None else counts_B[:, None]
-    at_BK = ends_B1 - past + torch.arange(past, device=x_BSC.device)
-    places_BKC = at_BK.clamp_min(0)[..., None].expand(-1, -1, channels)
-    tail_BKC = x_BSC.gather(1, places_BKC).masked_fill((at_BK < 0)[..., None], 0.0)
-    if state_BKC is not None:
-        before_BKC = state_BKC.to(x_BSC.dtype).gather(1, (at_BK + past).clamp_max(past - 1)[..., None].expand(-1, -1, channels))
-        tail_BKC = torch.where((at_BK < 0)[..., None], before_BKC, tail_BKC)
-    if documents_BS is None:
-        return tail_BKC
-    here_BK, before_BK = (documents_BS.gather(1, (at_BK - back).clamp_min(0)) for back in (0, 1))
-    begins_BK = F.pad((here_BK != before_BK)[:, 1:].long(), (0, 1))
-    return tail_BKC.masked_fill((begins_BK.flip(1).cumsum(1).flip(1) > 0)[..., None], 0.0)
-
-
 def short_conv(
     x_BSC: Tensor,
     weight_CK: Tensor,
@@ -235,7 +218,7 @@ def short_conv(
     """As the operator `short_conv`."""
     state = None if state_BKC is None else state_BKC.to(x_BSC.dtype)
     y_BSC = _ShortConv.apply(x_BSC, weight_CK, state, documents_BS, counts_B, activation == "silu")
-    return y_BSC, _tail(x_BSC, state_BKC, documents_BS, counts_B, weight_CK.shape[1] - 1)
+    return y_BSC, tail(x_BSC, state_BKC, documents_BS, counts_B, weight_CK.shape[1] - 1)
 
 
 def supports(
