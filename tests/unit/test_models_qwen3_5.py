@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from intarsia.errors import UsageError
 from intarsia.plugins import current
+from intarsia_eager.context import TrainContext
+from intarsia_huggingface.rules import experts_of, whole_numbers
 from intarsia_models_common.config import AttentionConfig, OffsetRMSNormConfig, RMSNormConfig, RopeConfig, SwiGLUConfig
 from intarsia_models_common.linear_attention.config import GatedDeltaNetConfig
 from intarsia_models_common.moe.config import GatedSwiGLUConfig, MoEConfig, SoftmaxRouterConfig
@@ -19,7 +21,7 @@ from intarsia_models_common.vision.config import VisionConfig
 from intarsia_qwen3_5 import config as sizes
 from intarsia_qwen3_5 import sharding
 from intarsia_qwen3_5.config import Qwen35Config, experts, in_turns, qwen3_5
-from intarsia_qwen3_5.hf import config_to_ours, config_to_theirs
+from intarsia_qwen3_5.hf import TABLE, config_to_ours, config_to_theirs
 from intarsia_testing.model import fill, outputs, predictions
 
 PUBLISHED = {
@@ -256,6 +258,14 @@ def test_the_released_config_is_read():
     assert config_to_ours(theirs) == sizes.qwen3_5_397b_a17b(ahead=0)
 
 
+def test_experts_are_counted_by_either_name():
+    theirs = released()
+    assert experts_of(TABLE, whole_numbers(theirs)) == 512
+    theirs["text_config"]["num_local_experts"] = theirs["text_config"].pop("num_experts")
+    assert config_to_ours(theirs) == sizes.qwen3_5_397b_a17b()
+    assert experts_of(TABLE, whole_numbers(theirs)) == 512
+
+
 @pytest.mark.parametrize(
     "key,value",
     [
@@ -325,9 +335,6 @@ def test_a_depth_is_given_the_normed_hidden_states_before_it():
     model = fill(current().build(tiny(ahead=2)), 0, 0.05).eval()
     tokens_BS = torch.randint(0, 80, (1, 20), generator=torch.Generator().manual_seed(3))
     hidden = predictions(model, tokens_BS, ((20,),))
-    context = chained = None
-    from intarsia_eager.context import TrainContext
-
     context = TrainContext(torch.arange(20)[None], None, ((20,),))
     chained = hidden[0]
     rope = model.shared(context)

@@ -63,7 +63,7 @@ TABLE = HFTable(
     config_to_theirs="intarsia_qwen3_5.hf:config_to_theirs",
     ignored=("*.rotary_emb.inv_freq", "*.rotary_pos_emb.inv_freq"),
     extra={
-        "experts_field": "text_config.num_experts",
+        "experts_field": "text_config.num_experts|text_config.num_local_experts",
         # Both kinds of mixers have projections of one name of ours.
         "where": {
             "model.language_model.layers.*.self_attn.*": "layers.{i}.attention.wg.weight",
