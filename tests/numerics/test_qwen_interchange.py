@@ -21,6 +21,7 @@ from intarsia_generation import load
 from intarsia_huggingface.rules import apply_rules, choose, expand, whole_numbers
 from intarsia_models_common.config import AttentionConfig, OffsetRMSNormConfig, RopeConfig, SwiGLUConfig
 from intarsia_models_common.linear_attention.config import GatedDeltaNetConfig
+from intarsia_models_common.moe.config import softmax_experts
 from intarsia_models_common.vision.config import VisionConfig
 from intarsia_qwen3_5 import config as qwen3_5
 from intarsia_qwen3_vl import config as qwen3_vl
@@ -41,7 +42,7 @@ def tower(deepstack: tuple[int, ...] = ()) -> VisionConfig:
 
 
 def seeing(moe: bool) -> Any:
-    feed_forward = qwen3_vl.experts(4, 2, 24) if moe else SwiGLUConfig(hidden=96)
+    feed_forward = softmax_experts(4, 2, 24) if moe else SwiGLUConfig(hidden=96)
     rope = RopeConfig(theta=5e6, sections=(4, 2, 2))
     settings: dict[str, Any] = {"dim": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab_size": 264, "max_positions": 256}
     return qwen3_vl.qwen3_vl(**settings, **IDS, feed_forward=feed_forward, vision=tower((0, 2)), rope=rope, tied=not moe)
