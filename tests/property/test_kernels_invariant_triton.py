@@ -9,19 +9,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-CODE = '''
+CODE = """
 import torch
-from triton.runtime import interpreter
+from tests.support import triton_interpreter
 
-plain = interpreter._patch_lang_tensor
-
-def patched(tensor, scope):
-    """numpy 2.4 makes no number of an array of one element."""
-    plain(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-interpreter._patch_lang_tensor = patched
+triton_interpreter.repair()
 from intarsia import ops
 from intarsia_kernels.invariant.ascending import linear, router_linear
 from intarsia_kernels.invariant.blocks import attention
@@ -93,11 +87,14 @@ near(one, alone[:, 68:].double(), 1e-6)
 nothing = attention(own[0][:, 68:], *pages, scale=0.3, documents_k_BT=torch.full((1, 80), -1), positions_q_BS=torch.tensor([[68]]), positions_k_BT=slots)
 assert not nothing.any()
 print("done")
-'''
+"""
 
 if importlib.util.find_spec("triton"):
 
     def test_the_triton_pair_under_the_interpreter() -> None:
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=600, check=False)
+        root = Path(__file__).parents[2]
+        run = subprocess.run(
+            [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, cwd=root, timeout=600, check=False
+        )
         assert run.returncode == 0 and run.stdout.strip() == "done", run.stdout + run.stderr
