@@ -316,7 +316,7 @@ def test_a_text_only_checkpoint_is_told_as_such(config, hint, tmp_path):
 def test_experts_that_transformers_saves_are_not_transposed(hidden, tmp_path):
     """It reads both forms by their shape, and takes a stack of square matrices (hidden 32) as it is; here the other stack decides."""
     config = seeing(True)
-    layers = tuple(chz.replace(block, feed_forward=qwen3_vl.experts(4, 2, hidden)) for block in config.layers)
+    layers = tuple(chz.replace(block, feed_forward=softmax_experts(4, 2, hidden)) for block in config.layers)
     config = chz.replace(config, layers=layers)
     values = release(tmp_path / "hub", config)
     tensors = load_file(tmp_path / "hub" / "model.safetensors")
