@@ -22,6 +22,33 @@ FIRST_SLOTS = 64
 SERVES = "softmax and latent mixers with paged caches, recurrent ones with states"
 
 
+def specs_of(model: nn.Module, context: str) -> dict[str, MixerSpec]:
+    """The mixers of a model and what they ask for. UsageError, naming kind and mixer, for what `context` (its name) does not serve."""
+    specs = {name: module.cache_spec() for name, module in model.named_modules() if isinstance(module, Mixer)}
+    for mixer, spec in specs.items():
+        if spec.kind not in SERVED or any(cache.storage != SERVED[spec.kind] for cache in spec.caches):
+            refuse(spec.kind, mixer, context)
+    return specs
+
+
+def refuse(kind: str, mixer: str, context: str) -> NoReturn:
+    """UsageError for what `context` does not serve."""
+    raise UsageError(
+        f"Mixer {mixer!r} asks for a context of kind {kind!r} which {context} does not serve with the caches that it declares (it serves {SERVES}), so this model "
+        "cannot generate here."
+    )
+
+
+def spec_of(specs: Mapping[str, MixerSpec], mixer: str, kind: str) -> MixerSpec:
+    """What a mixer that calls a context's method `kind` asks for. PluginError where that is another kind."""
+    spec = specs.get(mixer)
+    if spec is None:
+        raise PluginError(f"Mixer {mixer!r} is no module with a cache_spec(). {did_you_mean(mixer, specs)}")
+    if spec.kind != kind:
+        raise PluginError(f"Mixer {mixer!r} calls {kind}(), but its cache_spec() says {spec.kind!r}.")
+    return spec
+
+
 def state_spec(mixer: str, cache: str, spec: MixerSpec) -> CacheSpec:
     """The state of this name that a mixer declares. PluginError where there is none."""
     for each in spec.caches:
@@ -80,17 +107,13 @@ class CacheContext:
         # What positions in time, height and width are ahead of the tokens' numbers by: an image spans fewer positions than it has tokens.
         self._ahead = [0] * rows
         self.extra = {}
-        self._specs: dict[str, MixerSpec] = {
-            name: module.cache_spec() for name, module in model.named_modules() if isinstance(module, Mixer)
-        }
+        self._specs = specs_of(model, type(self).__name__)
         self._slots: dict[int | None, Slots] = {}
         self._caches: dict[tuple[str, str], Tensor] = {}
         # By mixer and cache, [B, ...]; absent before the first tokens.
         self._states: dict[tuple[str, str], Tensor] = {}
         self._counts_B: Tensor | None = None
         for mixer, spec in self._specs.items():
-            if spec.kind not in SERVED or any(cache.storage != SERVED[spec.kind] for cache in spec.caches):
-                self._refuse(spec.kind, mixer)
             for cache in spec.caches if spec.kind != "recurrent" else ():
                 limit = None if cache.window is None else cache.window + chunk - 1
                 self._slots.setdefault(cache.window, Slots(rows, limit, device))
@@ -163,7 +186,7 @@ class CacheContext:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Causal softmax attention of the new tokens over the cached ones and themselves. Returns [B, S, H, Dv]."""
-        key, value = self._spec(mixer, "softmax").caches
+        key, value = spec_of(self._specs, mixer, "softmax").caches
         slots = self._slots[key.window]
         k_BTKD, v_BTKD = self._append(mixer, key, k_BSKD), self._append(mixer, value, v_BSKD)
         settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
@@ -184,7 +207,7 @@ class CacheContext:
     def latent(self, mixer: str, latent_BSC: Tensor, attend: Callable[..., Tensor], **settings: Any) -> Tensor:
         """Attention over a latent: `attend` sees all that is cached, its positions, and its documents (-1: an empty slot). Where nothing was cached before, it
         sees the new tokens as they are."""
-        (cache,) = self._spec(mixer, "latent").caches
+        (cache,) = spec_of(self._specs, mixer, "latent").caches
         latent_BTC = self._append(mixer, cache, latent_BSC)
         if self._fresh:
             return attend(latent_BSC, self.positions_BS, None, **settings)
@@ -194,14 +217,14 @@ class CacheContext:
 
     def recurrent(self, mixer: str, cache: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
         """A recurrence goes on from each sequence's state, by its own new tokens."""
-        spec = state_spec(mixer, cache, self._spec(mixer, "recurrent"))
+        spec = state_spec(mixer, cache, spec_of(self._specs, mixer, "recurrent"))
         outputs, after = update(*inputs, state=self._states.get((mixer, cache)), documents_BS=None, counts_B=self._counts_B, **settings)
         self._states[mixer, cache] = after.to(getattr(torch, spec.dtype))
         return outputs
 
     def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
         """Refused."""
-        self._refuse("indexed", mixer)
+        refuse("indexed", mixer, type(self).__name__)
 
     def _append(self, mixer: str, spec: CacheSpec, new_BS: Tensor) -> Tensor:
         """Write the new tokens' entries; returns the cache's used part, a view."""
@@ -214,17 +237,3 @@ class CacheContext:
         rows_B1 = torch.arange(cache.shape[0], device=self.device)[:, None]
         cache[rows_B1, slots.index_BS] = new_BS.to(cache.dtype)
         return cache[:, : slots.used]
-
-    def _spec(self, mixer: str, kind: str) -> MixerSpec:
-        spec = self._specs.get(mixer)
-        if spec is None:
-            raise PluginError(f"Mixer {mixer!r} is no module with a cache_spec(). {did_you_mean(mixer, self._specs)}")
-        if spec.kind != kind:
-            raise PluginError(f"Mixer {mixer!r} calls {kind}(), but its cache_spec() says {spec.kind!r}.")
-        return spec
-
-    def _refuse(self, kind: str, mixer: str) -> NoReturn:
-        raise UsageError(
-            f"Mixer {mixer!r} asks for a context of kind {kind!r} which {type(self).__name__} does not serve with the caches that it declares (it serves {SERVES}), so this model "
-            "cannot generate here."
-        )

@@ -21,16 +21,16 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from intarsia import ops
-from intarsia.contracts import CacheSpec, Mixer, MixerSpec
-from intarsia.errors import PluginError, UsageError, did_you_mean
+from intarsia.contracts import CacheSpec, MixerSpec
 from torch import Tensor, nn
 
-from intarsia_generation.cache import SERVED, SERVES, state_spec
+from intarsia_generation import cache as caching
+from intarsia_generation.cache import refuse, spec_of, state_spec
 
 
 class Piece(Protocol):
@@ -50,21 +50,12 @@ class Piece(Protocol):
     def tokens(self) -> Sequence[int]: ...
 
 
+NAME = "PagedContext of the generator `local`"
+
+
 def specs_of(model: nn.Module) -> dict[str, MixerSpec]:
     """The mixers of a model and what they ask for. UsageError, naming kind and mixer, for what this generator does not serve."""
-    specs = {name: module.cache_spec() for name, module in model.named_modules() if isinstance(module, Mixer)}
-    for mixer, spec in specs.items():
-        if spec.kind not in SERVED or any(cache.storage != SERVED[spec.kind] for cache in spec.caches):
-            refuse(spec.kind, mixer)
-    return specs
-
-
-def refuse(kind: str, mixer: str) -> NoReturn:
-    """What this generator does not serve."""
-    raise UsageError(
-        f"Mixer {mixer!r} asks for a context of kind {kind!r} which PagedContext of the generator `local` does not serve with the caches that it declares (it serves {SERVES}), so "
-        "this model cannot generate here."
-    )
+    return caching.specs_of(model, NAME)
 
 
 def block_bytes(specs: dict[str, MixerSpec], size: int) -> int:
@@ -209,7 +200,7 @@ class PagedContext:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Causal softmax attention of the new tokens over the cached ones and themselves. Returns [B, S, H, Dv]."""
-        key, value = self._spec(mixer, "softmax").caches
+        key, value = spec_of(self._specs, mixer, "softmax").caches
         keys, values = self._written(mixer, key, k_BSKD), self._written(mixer, value, v_BSKD)
         settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
         lines = [x.flatten(0, 1) for x in (q_BSHD, k_BSKD, v_BSKD)]
@@ -228,7 +219,7 @@ class PagedContext:
     def latent(self, mixer: str, latent_BSC: Tensor, attend: Callable[..., Tensor], **settings: Any) -> Tensor:
         """Attention over a latent: `attend` sees all that is cached, with its positions. Where nothing was cached before, it sees the new tokens as they are. Prompts of several
         requests come in one row: then `attend` sees the entries of all, and this context's `attention` knows whose are whose."""
-        (spec,) = self._spec(mixer, "latent").caches
+        (spec,) = spec_of(self._specs, mixer, "latent").caches
         cache = self._written(mixer, spec, latent_BSC)
         (first, *_) = self._groups
         if self.attention is None:
@@ -251,7 +242,7 @@ class PagedContext:
 
     def recurrent(self, mixer: str, cache: str, update: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Tensor:
         """A recurrence goes on from each sequence's state, by its own new tokens."""
-        spec = state_spec(mixer, cache, self._spec(mixer, "recurrent"))
+        spec = state_spec(mixer, cache, spec_of(self._specs, mixer, "recurrent"))
         lines = [x.flatten(0, 1) for x in inputs]
         out = []
         for group in self._groups:
@@ -268,7 +259,7 @@ class PagedContext:
 
     def indexed(self, mixer: str, *inputs: Tensor, **settings: Any) -> Tensor:
         """Refused."""
-        refuse("indexed", mixer)
+        refuse("indexed", mixer, NAME)
 
     # ------------------------------------------------------------ caches
 
@@ -325,14 +316,6 @@ class PagedContext:
                 numbers_RW, blocks_RW = torch.arange(width, device=self.device)[None], group.tables_RW
             group.kept[window] = blocks_RW, (numbers_RW[..., None] * self.size + offsets_T).flatten(1)
         return group.kept[window]
-
-    def _spec(self, mixer: str, kind: str) -> MixerSpec:
-        spec = self._specs.get(mixer)
-        if spec is None:
-            raise PluginError(f"Mixer {mixer!r} is no module with a cache_spec(). {did_you_mean(mixer, self._specs)}")
-        if spec.kind != kind:
-            raise PluginError(f"Mixer {mixer!r} calls {kind}(), but its cache_spec() says {spec.kind!r}.")
-        return spec
 
 
 def arrangement(chunk: Piece) -> tuple[bool, int]:
