@@ -1,8 +1,8 @@
 """The gated delta rule on a GPU, forward and backward, against flash-linear-attention, Attention Gym (where they are installed) and the torch reference, in one run. Writes one JSON.
 
-    python benchmarks/delta_rule.py OUT.json                    16 heads of 128, 65,536 tokens packed from 8 documents, bfloat16: about two minutes
+    python benchmarks/delta_rule.py OUT.json                    16 heads of 128, 65,536 tokens packed from 8 documents, bfloat16
     python benchmarks/delta_rule.py OUT.json --uneven           documents of 1,024 to 24,576 tokens
-    python benchmarks/delta_rule.py OUT.json --tune             other cuts of each kernel as well (several minutes, most of them compilation)
+    python benchmarks/delta_rule.py OUT.json --tune             other cuts of each kernel as well, each compiled first
     python benchmarks/delta_rule.py OUT.json --debug-sizes      does it run? (without a GPU: the reference alone; with TRITON_INTERPRET=1 the kernels too)
 
 Queries and keys are normalised inside. Times are medians of CUDA events, all implementations by turns; `ratio` is the opponent's time over ours. `errors` are ||x - x64|| / ||x64|| of outputs and
@@ -21,17 +21,17 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from intarsia_kernels.delta_rule import peers
 from intarsia_models_common.linear_attention.delta_rule import gated_delta_rule as reference
 from intarsia_models_common.linear_attention.short_conv import short_conv as conv_reference
+from timing import CUDA, by_turns
 from torch import Tensor
 
-CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 EVEN = (8192,) * 8
 UNEVEN = (24576, 1024, 12288, 2048, 8192, 4096, 10240, 3072)
@@ -44,31 +44,6 @@ CUTS = {
     "gradients": [(32, 8, 2), (32, 8, 1), (32, 8, 3), (64, 8, 1), (64, 8, 2), (16, 8, 2), (128, 8, 1), (32, 4, 2)],
 }
 """Columns, warps, stages and residents to try, for keys and values of 128."""
-
-
-def milliseconds(call: Callable[[], Any]) -> float:
-    """One call."""
-    if not CUDA:
-        begin = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - begin)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
-
-
-def by_turns(calls: dict[str, Callable[[], Any]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
-    """Times of every call, one of each in turn."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(warmup + rounds):
-        for name, call in calls.items():
-            taken = milliseconds(call)
-            if number >= warmup:
-                times[name].append(taken)
-    return times
 
 
 def facts() -> dict[str, Any]:
@@ -110,6 +85,10 @@ class Problem:
         """By something with the operator's signature."""
         return function(*leaves, None, self.documents_BS, None, scale=self.scale, normalise=True)[0]
 
+    def by_offsets(self, run: Callable[..., Any], leaves: list[Tensor]) -> Tensor:
+        """By another package, which is given the documents' borders: ours find them."""
+        return run(*leaves, None, self.offsets, scale=self.scale, normalise=True)[0]
+
     def implementations(self) -> dict[str, Callable[[list[Tensor]], Tensor]]:
         """All that run here, ours first."""
         found: dict[str, Callable[[list[Tensor]], Tensor]] = {}
@@ -118,14 +97,9 @@ class Problem:
 
             found["ours"] = functools.partial(self.packed, gated_delta_rule)
             found["ours, states again"] = functools.partial(self.packed, functools.partial(gated_delta_rule, recompute=True))
-        if CUDA and importlib.util.find_spec("fla"):
-            fla: Any = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-            named = {"scale": self.scale, "use_qk_l2norm_in_kernel": True, "cu_seqlens": self.offsets}
-            found["fla"] = lambda leaves: fla(*leaves, **named)[0]
-        if CUDA and importlib.util.find_spec("attn_gym"):
-            from intarsia_kernels.delta_rule.peers import attn_gym
-
-            found["attn_gym"] = functools.partial(self.packed, attn_gym)
+        for name, run in (("fla", peers.run_fla), ("attn_gym", peers.run_attn_gym)):
+            if CUDA and importlib.util.find_spec(name):
+                found[name] = functools.partial(self.by_offsets, run)
         found["reference"] = functools.partial(self.packed, reference)
         return found
 
@@ -283,7 +257,7 @@ def main() -> int:
     if given.tune and "ours" in runs:
         found["tuned"] = tuned(problem, width, rounds)
     found["errors"] = problem.errors(runs)
-    # The reference takes a thousand times as long as the others: a few rounds of it, apart.
+    # The reference goes chunk by chunk from the host: a few rounds of it, apart.
     times = problem.times({name: run for name, run in runs.items() if name != "reference"}, rounds)
     times |= problem.times({"reference": runs["reference"]}, min(rounds, 3))
     found["times"] = times

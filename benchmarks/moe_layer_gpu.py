@@ -38,35 +38,10 @@ from intarsia_models_common.moe.config import (
 )
 from intarsia_models_common.moe.dispatch import sort_pairs
 from intarsia_models_common.moe.operators import COMBINE, GROUPED_LINEAR, PERMUTE, ROUTER_LINEAR
+from timing import CUDA, by_turns
 from torch import Tensor, nn
 
-CUDA = torch.cuda.is_available()
 FURTHER = ("row", "graph", "compiled", "compiled_graph") if CUDA else ("row",)
-
-
-def milliseconds(call: Callable[[], Any]) -> float:
-    """One call."""
-    if not CUDA:
-        begin = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - begin)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
-
-
-def by_turns(calls: dict[str, Callable[[], Any]], rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Times of every call, one of each in turn."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(warmup + rounds):
-        for name, call in calls.items():
-            taken = milliseconds(call)
-            if number >= warmup:
-                times[name].append(taken)
-    return times
 
 
 def routers(experts: int, top_k: int) -> dict[str, RouterConfig]:
@@ -154,7 +129,7 @@ def variants(
     for name in names:
         try:
             run, alone, passes = made(name)
-            times = by_turns({"layer": run, "products": alone}, rounds, 3)
+            times = by_turns({"layer": run, "products": alone}, rounds)
         except Exception as error:  # Whatever a variant dies of, the others are measured.
             found[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
             continue
@@ -228,7 +203,7 @@ def pieces(layer: MoE, x_ND: Tensor, hidden: int, rounds: int) -> list[dict[str,
         if leaves:
             grad = torch.randn_like(call())
             calls["both"] = lambda call=call, leaves=leaves, grad=grad: torch.autograd.grad(call(), leaves, grad)
-        times = {key: statistics.median(each) for key, each in by_turns(calls, rounds, 3).items()}
+        times = {key: statistics.median(each) for key, each in by_turns(calls, rounds).items()}
         total = times.get("both", times["forward"])
         moved = forward_bytes + (backward_bytes if leaves else 0)
         found.append(
@@ -297,7 +272,7 @@ def measure(
     def alone() -> None:
         products()
 
-    times = by_turns({"layer": run, "products": alone}, rounds, 3)
+    times = by_turns({"layer": run, "products": alone}, rounds)
     middle = {key: statistics.median(each) for key, each in times.items()}
     flops = 3 * 2 * 3 * sizes["tokens"] * sizes["top_k"] * sizes["dim"] * sizes["hidden"]
     return {

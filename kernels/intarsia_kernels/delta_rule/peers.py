@@ -85,9 +85,10 @@ def _adapter(run: Callable[..., tuple[Tensor, Tensor]], widths: Callable[[int, i
     return gated_delta_rule
 
 
-def _run_fla(
+def run_fla(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None, offsets: Tensor, *, scale: float, normalise: bool
 ) -> tuple[Tensor, Tensor]:
+    """By `fla.ops.gated_delta_rule.chunk_gated_delta_rule`: outputs, and states [N, H, K, V]."""
     found: Any = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     named = {"scale": scale, "initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": normalise}
     y, final = found(q, k, v, decay.float(), beta, **named, cu_seqlens=offsets)
@@ -98,9 +99,10 @@ def _fla_widths(keys: int, values: int) -> str | None:
     return f"keys of width {keys}; it takes up to {WIDEST}" if keys > WIDEST else None
 
 
-def _run_attn_gym(
+def run_attn_gym(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None, offsets: Tensor, *, scale: float, normalise: bool
 ) -> tuple[Tensor, Tensor]:
+    """By `attn_gym.linear.chunk_gdn`, whose states are [V, K]; lengths are divided by before it."""
     found: Any = importlib.import_module("attn_gym.linear").chunk_gdn
     if normalise:
         q, k = ((x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + NORM_EPS)).to(x.dtype) for x in (q, k))
@@ -115,7 +117,5 @@ def _attn_gym_widths(keys: int, values: int) -> str | None:
     return f"keys of width {keys} and values of {values}; it takes both of {' or '.join(map(str, EQUAL_WIDTHS))}"
 
 
-fla = _adapter(_run_fla, _fla_widths)
-"""As the operator `gated_delta_rule`, by `fla.ops.gated_delta_rule.chunk_gated_delta_rule`."""
-attn_gym = _adapter(_run_attn_gym, _attn_gym_widths)
-"""As the operator `gated_delta_rule`, by `attn_gym.linear.chunk_gdn`, whose states are [V, K]; lengths are divided by before it."""
+fla = _adapter(run_fla, _fla_widths)
+attn_gym = _adapter(run_attn_gym, _attn_gym_widths)
