@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,25 @@ def run_until(arguments: list[str], reached: Callable[[], bool], number: signal.
     return process.wait()
 
 
+def train_and_kill(run: Path, arguments: list[str], after: int, limit_s: float = 300.0) -> int:
+    """Train into `run`, and kill everything (SIGKILL) after step `after`, once there is a checkpoint. Returns the exit code."""
+    code = run_until(command("train", *arguments), lambda: steps(run) >= after and bool(events(run, "checkpoint")), signal.SIGKILL, limit_s)
+    print(f"the process died of signal {-code}; its newest checkpoint holds step {events(run, 'checkpoint')[-1]['step']}")
+    return code
+
+
+def done_twice(found: Iterable[tuple[int, tuple[Any, ...]]]) -> tuple[list[int], list[int]]:
+    """Of steps in the order of the log, each with what it was: those that were done a second time, and those of them that differ."""
+    first: dict[int, tuple[Any, ...]] = {}
+    twice, differ = [], []
+    for step, values in found:
+        if step in first:
+            twice.append(step)
+            differ += [step] if first[step] != values else []
+        first.setdefault(step, values)
+    return twice, differ
+
+
 def train_to_the_end(run: Path, overrides: list[str]) -> None:
     """Act 1."""
     say("1. A small Llama learns from the source code of Python's standard library")
@@ -83,12 +102,7 @@ def train_to_the_end(run: Path, overrides: list[str]) -> None:
 def kill_and_resume(run: Path, overrides: list[str]) -> tuple[int, int]:
     """Acts 2 and 3. Returns both exit codes."""
     say(f"2. The same run again, killed without warning (SIGKILL) after step {KILL_AFTER}")
-    killed = run_until(
-        command("train", RECIPE, "--dir", str(run), *overrides),
-        lambda: steps(run) >= KILL_AFTER and bool(events(run, "checkpoint")),
-        signal.SIGKILL,
-    )
-    print(f"the process died of signal {-killed}; its newest checkpoint holds step {events(run, 'checkpoint')[-1]['step']}")
+    killed = train_and_kill(run, [RECIPE, "--dir", str(run), *overrides], KILL_AFTER)
     say(f"3. Resumed from that checkpoint; stopped in order (SIGTERM) after step {STOP_AFTER}")
     stopped = run_until(
         command("train", "--resume", str(run)),

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quickstart import command, events, run_until, say, steps
+from quickstart import command, done_twice, events, say, steps, train_and_kill
 
 CHECKPOINT_EVERY, KILL_AFTER = 5, 8
 LOW, HIGH = 0.2, 0.9
@@ -48,13 +48,7 @@ def proof(run: Path, code: int) -> dict[str, Any]:
     """What the event log says."""
     rewards = [event["reward"] for event in events(run, "held_out")]
     rollouts = events(run, "rollouts")
-    first: dict[int, tuple[Any, ...]] = {}
-    repeated, differ = [], []
-    for step, values in step_facts(run):
-        if step in first:
-            repeated.append(step)
-            differ += [step] if first[step] != values else []
-        first.setdefault(step, values)
+    repeated, differ = done_twice(step_facts(run))
     return {
         "held_out_reward_before": rewards[0],
         "held_out_reward_after": rewards[-1],
@@ -84,13 +78,16 @@ def main() -> int:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
 
     say(f"1. A small model learns {options.recipe} from rewards; everything is killed (SIGKILL) after step {KILL_AFTER}")
-    settings = [f"checkpoint.every={CHECKPOINT_EVERY}", "data.loader.max_lag=0", *options.overrides]
-    code = run_until(
-        command("train", options.recipe, "--with", "batch_invariant", "--dir", str(run), *settings),
-        lambda: steps(run) >= KILL_AFTER and bool(events(run, "checkpoint")),
-        signal.SIGKILL,
-    )
-    print(f"the process died of signal {-code}; its newest checkpoint holds step {events(run, 'checkpoint')[-1]['step']}")
+    settings = [
+        "--with",
+        "batch_invariant",
+        "--dir",
+        str(run),
+        f"checkpoint.every={CHECKPOINT_EVERY}",
+        "data.loader.max_lag=0",
+        *options.overrides,
+    ]
+    code = train_and_kill(run, [options.recipe, *settings], KILL_AFTER)
     say("2. Resumed from that checkpoint, to the end")
     subprocess.run(command("train", "--resume", str(run)), check=True)
     say("3. What it wrote")
