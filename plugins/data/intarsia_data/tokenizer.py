@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy
 from intarsia.contracts import Media, Message, Parts, ToolSpec
@@ -45,17 +46,8 @@ class ByteTokenizer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[list[int], list[bool]]:
         """Ids of a conversation and their mask. It has no form for tools and their calls."""
-        ids: list[int] = []
-        mask: list[bool] = []
-        if tools or any(message.tool_calls for message in messages):
-            raise UsageError("byte tokenizer: it has no form for tools and their calls. Use a tokenizer with a chat template.")
-        for message in messages:
-            if message.role not in self.role_ids:
-                raise UsageError(f"byte tokenizer: there is no role {message.role!r}. {did_you_mean(message.role, self.role_ids)}")
-            content = encode_parts(message.content, self.encode, self.vocab_size)
-            ids += [self.role_ids[message.role], *content, self.end_of_turn_id]
-            mask += [False] + [is_trained(message)] * (len(content) + 1)
-        return ids, mask
+        encode = functools.partial(encode_parts, encode=self.encode, vocab_size=self.vocab_size)
+        return render_turns("byte tokenizer", self.role_ids, self.end_of_turn_id, encode, messages, tools)
 
     def special_id(self, text: str) -> int | None:
         """The id of one of the further special tokens."""
@@ -65,6 +57,31 @@ class ByteTokenizer:
         """Over the roles and special tokens."""
         settings = (tuple(self.role_ids), *((tuple(self.special_ids),) if self.special_ids else ()))
         return hashlib.blake2b(f"byte 1 {' '.join(map(str, settings))}".encode(), digest_size=16).hexdigest()
+
+
+def render_turns(
+    name: str,
+    role_ids: Mapping[str, int],
+    end_id: int,
+    encode: Callable[[str | Parts], list[int]],
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec],
+) -> tuple[list[int], list[bool]]:
+    """A conversation and its mask as the role's marker, the content and `end_id` for each turn; content and end are trained on where the turn is.
+
+    Errors: UsageError that begins with `name`, for a role without a marker, and for tools and their calls, of which this has no form. Stability: provisional.
+    """
+    if tools or any(message.tool_calls for message in messages):
+        raise UsageError(f"{name}: it has no form for tools and their calls. Use a tokenizer with a chat template.")
+    ids: list[int] = []
+    mask: list[bool] = []
+    for message in messages:
+        if message.role not in role_ids:
+            raise UsageError(f"{name}: there is no role {message.role!r}. {did_you_mean(message.role, role_ids)}")
+        content = encode(message.content)
+        ids += [role_ids[message.role], *content, end_id]
+        mask += [False] + [is_trained(message)] * (len(content) + 1)
+    return ids, mask
 
 
 def encode_parts(content: str | Parts, encode: Callable[[str], Sequence[int]], vocab_size: int) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 
 from intarsia.contracts import Message, ToolSpec
-from intarsia.errors import UsageError, did_you_mean
-from intarsia_data.tokenizer import encode_parts, is_trained
+from intarsia.errors import UsageError
+from intarsia_data.tokenizer import encode_parts, render_turns
 
 from intarsia_environments.config import CharactersConfig
 
@@ -50,17 +51,8 @@ class CharacterTokenizer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[list[int], list[bool]]:
         """Ids of a conversation and their mask. It has no form for tools and their calls."""
-        if tools or any(message.tool_calls for message in messages):
-            raise UsageError("characters tokenizer: it has no form for tools and their calls. Use a tokenizer with a chat template.")
-        ids: list[int] = []
-        mask: list[bool] = []
-        for message in messages:
-            if message.role not in self.role_ids:
-                raise UsageError(f"characters tokenizer: there is no role {message.role!r}. {did_you_mean(message.role, self.role_ids)}")
-            content = encode_parts(message.content, self.encode, self.vocab_size)
-            ids += [self.role_ids[message.role], *content, self.eos_id]
-            mask += [False] + [is_trained(message)] * (len(content) + 1)
-        return ids, mask
+        encode = functools.partial(encode_parts, encode=self.encode, vocab_size=self.vocab_size)
+        return render_turns("characters tokenizer", self.role_ids, self.eos_id, encode, messages, tools)
 
     def fingerprint(self) -> str:
         """Over alphabet and roles."""
