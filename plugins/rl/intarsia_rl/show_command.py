@@ -70,8 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2) if arguments.json else "\n".join(table(rows)))
         return 0
     limit = LIMIT if arguments.limit is None else arguments.limit
-    if arguments.sample is not None:
-        check_sample(arguments.sample, wanted)
     shown = count = 0
     for record in records:
         if not matches(record, arguments):
@@ -84,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps({**record, "gap": gap_of(record)}, ensure_ascii=False))
         else:
             print("\n".join(token_lines(record) if arguments.tokens else [one_line(record)]))
+    if not count and arguments.sample is not None:
+        check_sample(arguments.sample, wanted)
     if not arguments.json:
         print(f"{shown} of {count} samples" + (" (--limit 0 shows all)" if shown < count else ""))
     return 0

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -25,6 +24,7 @@ from intarsia.comm import Communicator, init_world
 from intarsia.errors import UsageError
 from intarsia.plugins import Plugins
 from intarsia_rl.contracts import GeneratorContext, WeightVersion
+from intarsia_rl.processes.child import Child, status_text
 from intarsia_rl.processes.local import environment_of
 from intarsia_rl.processes.plain import plain_config, plain_recipe
 from torch import nn
@@ -198,11 +198,10 @@ class _Children:
     def __init__(self, size: int, store: dist.TCPStore) -> None:
         self.size, self.expected = size, False
         self._store = store
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._holds: list[int] = []
+        self._children: list[Child] = []
 
     def start(self, config: LocalConfig, context: GeneratorContext) -> None:
-        """Start them: each leads a group of its own, which the system ends when this process ends."""
+        """Start them."""
         given = {
             "config": plain_config(config, context.plugins),
             "recipe": plain_recipe(context.recipe, context.plugins),
@@ -211,22 +210,12 @@ class _Children:
             "port": self._store.port,
         }
         for rank in range(1, self.size):
-            line, hold = os.pipe()
-            self._holds.append(hold)
             command = [sys.executable, "-P", "-X", "faulthandler", "-m", "intarsia_generation.engine.follower"]
-            command += [f"generator-{context.index}/{rank}", "--lifeline", str(line)]
-            try:
-                process = subprocess.Popen(
-                    command,
-                    env=environment_of(None) | of_rank(rank, self.size),
-                    stdin=subprocess.PIPE,
-                    pass_fds=(line,),
-                    start_new_session=True,
-                )
-            finally:
-                os.close(line)
-            self._processes.append(process)
-            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+            command += [f"generator-{context.index}/{rank}"]
+            environment = environment_of(None) | of_rank(rank, self.size)
+            child = Child(command, functools.partial(self._ended, rank), env=environment, stdin=subprocess.PIPE)
+            self._children.append(child)
+            process = child.process
             assert process.stdin is not None, "it is a pipe"
             with contextlib.suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(json.dumps(given).encode())
@@ -234,26 +223,18 @@ class _Children:
     def close(self) -> None:
         """Wait until they have ended; kill those that do not."""
         self.expected = True
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(CLOSE_S)
+        for child in self._children:
+            child.join(CLOSE_S)
         self.kill()
 
     def kill(self) -> None:
-        """End them."""
+        """End them, with what they have started."""
         self.expected = True
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        for hold in self._holds:
-            os.close(hold)
-        self._holds = []
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.join()
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        status = process.wait()
+    def _ended(self, rank: int, status: int) -> None:
         if not self.expected:
-            how = f"exit code {status}"
-            if status < 0:
-                hint = ", out of memory or killed by hand" if -status == signal.SIGKILL else ""
-                how = f"{signal.Signals(-status).name}{hint}"
-            end_process(f"Rank {rank} of the {self.size} of this generator has ended ({how}), and the generator with it.")
+            end_process(f"Rank {rank} of the {self.size} of this generator has ended ({status_text(status)}), and the generator with it.")

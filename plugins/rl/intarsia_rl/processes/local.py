@@ -6,7 +6,6 @@ import asyncio
 import collections
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from intarsia.plugins import child_environment
 from intarsia.train.signals import LAUNCHER
 
 from intarsia_rl.processes.calls import ConnectedProcess
+from intarsia_rl.processes.child import Child, status_text
 from intarsia_rl.processes.config import LocalProcessesConfig
 from intarsia_rl.processes.failures import cut
 from intarsia_rl.processes.wire import Connection
@@ -34,7 +34,7 @@ MOST_LOG_BYTES = 64 << 20
 
 
 class LocalProcesses:
-    """Starts processes on this machine. Each leads a group of its own (Ctrl-C at the terminal is the starter's), which ends when the starter does, or when the process does."""
+    """Starts processes on this machine. Each ends when this one does, with what it has started itself (`Child`)."""
 
     def __init__(self, config: LocalProcessesConfig | None = None) -> None:
         self.config = config or LocalProcessesConfig()
@@ -42,33 +42,21 @@ class LocalProcesses:
     async def start(self, name: str, service: str, arguments: Mapping[str, Any], threads: int | None = None) -> ConnectedProcess:
         """See ProcessLauncher. What the service raises when it is made is raised here; DistributedError where the process dies or takes longer than `start_s`."""
         ours, theirs = socket.socketpair()
-        line, hold = os.pipe()
-        output, write = os.pipe()
-        limit = self.config.message_bytes
+        read, write = os.pipe()
+        limit, folder = self.config.message_bytes, self.config.log_folder
+        end = _End(Output(read, None if folder is None else Path(folder) / f"{name.replace('/', '-')}.log"))
         command = [sys.executable, "-P", "-X", "faulthandler", "-m", "intarsia_rl.processes", name]
-        command += ["--inherited", str(theirs.fileno()), "--lifeline", str(line), "--limit", str(limit)]
+        command += ["--inherited", str(theirs.fileno()), "--limit", str(limit)]
+        environment = environment_of(threads)
         try:
-            child = subprocess.Popen(
-                command,
-                env=environment_of(threads),
-                stdin=subprocess.DEVNULL,
-                stdout=write,
-                stderr=write,
-                pass_fds=(theirs.fileno(), line),
-                start_new_session=True,
-            )
+            child = Child(command, end, pass_fds=(theirs.fileno(),), env=environment, stdin=subprocess.DEVNULL, stdout=write, stderr=write)
         except BaseException:
-            for descriptor in (hold, output):
-                os.close(descriptor)
             ours.close()
             raise
         finally:
             theirs.close()
-            for descriptor in (line, write):
-                os.close(descriptor)
-        folder = self.config.log_folder
-        running = _Child(child, hold, Output(output, None if folder is None else Path(folder) / f"{name.replace('/', '-')}.log"))
-        process = ConnectedProcess(name, await Connection.over(ours, limit), running.ended, running.kill, child.pid)
+            os.close(write)
+        process = ConnectedProcess(name, await Connection.over(ours, limit), end.reason, child.kill, child.process.pid)
         try:
             await process.begin(service, arguments, self.config.start_s)
         except BaseException:
@@ -87,43 +75,26 @@ def environment_of(threads: int | None) -> dict[str, str]:
     return {**kept, **child_environment(), "PYTHONUNBUFFERED": "1"}
 
 
-class _Child:
-    """A started process: `ended` is set to the reason when it has ended, its group with it."""
+class _End:
+    """What a process's end comes to: the future `reason`, in words."""
 
-    def __init__(self, child: subprocess.Popen[bytes], hold: int, output: Output) -> None:
-        self._child, self._hold, self._output = child, hold, output
-        self._guard = threading.Lock()
+    def __init__(self, output: Output) -> None:
+        self._output = output
         self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[str] = self._loop.create_future()
-        threading.Thread(target=self._wait, name=f"wait-{child.pid}", daemon=True).start()
+        self.reason: asyncio.Future[str] = self._loop.create_future()
 
-    def kill(self) -> None:
-        """End it and its group."""
-        with self._guard:  # between its end and its burial the number is still its own
-            if self._child.returncode is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._child.pid, signal.SIGKILL)
-
-    def _wait(self) -> None:
-        os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)
-        self.kill()  # what it has started and left behind
-        with self._guard:
-            status = self._child.wait()
-            os.close(self._hold)
+    def __call__(self, status: int) -> None:
+        """It has ended. Called by another thread than the loop's."""
         reason = self._words(status)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks
             self._loop.call_soon_threadsafe(self._tell, reason)
 
     def _tell(self, reason: str) -> None:
-        if not self.ended.done():
-            self.ended.set_result(reason)
+        if not self.reason.done():
+            self.reason.set_result(reason)
 
     def _words(self, status: int) -> str:
-        if status >= 0:
-            reason = f"it ended with exit code {status}"
-        else:
-            hint = ", out of memory or killed by hand" if -status == signal.SIGKILL else ""
-            reason = f"it was ended by {signal.Signals(-status).name}{hint}"
+        reason = f"it {'ended with' if status >= 0 else 'was ended by'} {status_text(status)}"
         last = self._output.last() if status else ""
         return f"{reason}; its last words:\n{last}" if last else reason
 
