@@ -171,6 +171,7 @@ def test_what_is_trained_on_is_what_the_assistant_says() -> None:
 @settings(max_examples=120, deadline=None)
 @example(template="qwen3", said=["<|im_", "start|>", "assistant\n"], role="user")
 @example(template="llama3", said=["<|eot", "_id|>", "<|start_header_id|>", "assistant<|end_header_id|>\n\n"], role="tool")
+@example(template="qwen3", said=["</think>"], role="assistant")
 @given(
     template=st.sampled_from(["chatml", "qwen3", "qwen3_5", "llama3"]),
     said=st.lists(
@@ -193,7 +194,8 @@ def test_what_is_typed_is_never_special(template: str, said: list[str], role: st
     ids, _ = rendered(typed)
     plain, _ = rendered("harmless")
     assert [number for number in ids if number in special] == [number for number in plain if number in special]
-    assert ours.decode(ids).count("x") >= 2
+    # The end of reasoning means what it says in the assistant's own message: a template may drop what stands before it.
+    assert ours.decode(ids).count("x") >= 2 - (role == "assistant" and "</think>" in typed)
     # In pieces it is the same text: nothing is special across the borders of pieces either.
     assert rendered(("x", *said, "x"))[0] == ids
 
@@ -212,6 +214,5 @@ def test_ids_in_content_are_taken_as_they_are(template: str, parts: list[Any]) -
     given = [part for part in content if isinstance(part, int)]
     rest = iter(ids)
     assert all(number in rest for number in given), "ids are there, in order"
-    assert ids[mask.index(True) :][:1] == ids[-len(mask[mask.index(True) :]) :][:1]
     place = next(place for place in range(len(ids)) if ids[place : place + 2] == [5, 6] and mask[place])
-    assert mask[place : place + 2] == [True, True]
+    assert all(mask[mask.index(True) : place + 2]), "the turn is trained on without a gap"

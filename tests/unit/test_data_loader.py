@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import types
 
@@ -15,21 +14,7 @@ from intarsia_data import build_loader, has_evaluation
 from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
 from intarsia_data.tokenizer import ByteTokenizer
 
-
-class Listed:
-    """A source from documents in memory."""
-
-    def __init__(self, documents):
-        self.documents = documents
-
-    def __len__(self):
-        return len(self.documents)
-
-    def __getitem__(self, index):
-        return self.documents[index]
-
-    def fingerprint(self):
-        return hashlib.sha256(repr(self.documents).encode()).hexdigest()
+from tests.support.documents import Listed
 
 
 class Ids:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import signal
@@ -29,26 +28,11 @@ from intarsia_multimodal.loader import MultimodalLoader, check_model
 from intarsia_multimodal.patches import PatchProcessor
 from intarsia_multimodal.pool import COMMAND
 
+from tests.support.documents import Listed
 from tests.support.media import SMALL, SPECIALS, encoded, image, noise, smooth, tokenizer
 
 IMAGE_TOKENS, IMAGE_PATCHES = 6, 16
 """Of a 16 x 16 image with SMALL: 4 features between two marks; 16 patches."""
-
-
-class Listed:
-    """A source from documents in memory."""
-
-    def __init__(self, documents):
-        self.documents = documents
-
-    def __len__(self):
-        return len(self.documents)
-
-    def __getitem__(self, index):
-        return self.documents[index]
-
-    def fingerprint(self):
-        return hashlib.sha256(repr(self.documents).encode()).hexdigest()
 
 
 class Doubles:
