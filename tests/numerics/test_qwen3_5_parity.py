@@ -10,6 +10,7 @@ import pytest
 import torch
 from intarsia_generation import CacheContext
 from intarsia_generation.prompts import View, piece_of
+from intarsia_testing.parity import ParityTests
 from intarsia_testing.promise import keep
 
 from tests.support.visual_parity import VisualParity
@@ -55,7 +56,7 @@ def without_chunks(recurrent: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs, **settings: recurrent(*inputs, **{name: value for name, value in settings.items() if name in known})
 
 
-class Hybrid(VisualParity):
+class Recurrent(ParityTests):
     # With weights as large as those of the other families' tests a rounding of them alone, 6e-8, moves the logits by 3e-5.
     noise = 0.05
     STEPS = 1e-4
@@ -67,6 +68,8 @@ class Hybrid(VisualParity):
             monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", without_chunks(module.torch_recurrent_gated_delta_rule))
         super().test_gradients_agree(batch)
 
+
+class Hybrid(Recurrent, VisualParity):
     def test_steps_agree_with_chunks(self) -> None:
         """Ours token by token, with states and caches, gives theirs of whole rows."""
         theirs, ours, _ = self._both()
@@ -103,3 +106,26 @@ class TestExperts(Hybrid):
         config = transformers.Qwen3_5MoeConfig(text_config={**TEXT, **MOE}, vision_config=VISION, **IDS)
         config._attn_implementation = "eager"
         return transformers.Qwen3_5MoeForConditionalGeneration(config)
+
+
+class TestTextOnly(Recurrent):
+    """Without a tower, as a class of its own, whose config.json is a text_config; rows of more than one chunk."""
+
+    entry = "qwen3_5"
+    tokens = 84
+
+    def reference(self):
+        transformers = pytest.importorskip("transformers")
+        config = transformers.Qwen3_5TextConfig(**TEXT, intermediate_size=128)
+        config._attn_implementation = "eager"
+        return transformers.Qwen3_5ForCausalLM(config)
+
+
+class TestTextOnlyExperts(Recurrent):
+    entry = "qwen3_5"
+
+    def reference(self):
+        transformers = pytest.importorskip("transformers")
+        config = transformers.Qwen3_5MoeTextConfig(**TEXT, **MOE, tie_word_embeddings=True)
+        config._attn_implementation = "eager"
+        return transformers.Qwen3_5MoeForCausalLM(config)

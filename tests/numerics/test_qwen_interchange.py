@@ -26,7 +26,7 @@ from intarsia_models_common.vision.config import VisionConfig
 from intarsia_qwen3_5 import config as qwen3_5
 from intarsia_qwen3_vl import config as qwen3_vl
 from intarsia_testing.model import fill
-from intarsia_testing.parity_samples import BATCHES, make_samples
+from intarsia_testing.parity_samples import BATCHES, make_samples, text_samples
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -48,14 +48,14 @@ def seeing(moe: bool) -> Any:
     return qwen3_vl.qwen3_vl(**settings, **IDS, feed_forward=feed_forward, vision=tower((0, 2)), rope=rope, tied=not moe)
 
 
-def hybrid(moe: bool, ahead: int = 0) -> Any:
+def hybrid(moe: bool, ahead: int = 0, sees: bool = True) -> Any:
     full = AttentionConfig(heads=4, kv_heads=2, head_dim=32, qk_norm=OffsetRMSNormConfig(eps=1e-6), gate=True)
     linear = GatedDeltaNetConfig(key_heads=2, value_heads=4, key_dim=16, value_dim=8)
     return qwen3_5.qwen3_5(
         dim=64,
         mixers=qwen3_5.in_turns(linear, full, 4),
         feed_forward=qwen3_5.experts(4, 2, 32, 48) if moe else SwiGLUConfig(hidden=96),
-        vision=tower(),
+        vision=tower() if sees else None,
         ahead_mixer=full,
         ahead=ahead,
         vocab_size=264,
@@ -70,6 +70,8 @@ MODELS = {
     "qwen3_vl_moe": lambda: seeing(True),
     "qwen3_5": lambda: hybrid(False),
     "qwen3_5_moe": lambda: hybrid(True),
+    "qwen3_5_text": lambda: hybrid(False, sees=False),
+    "qwen3_5_moe_text": lambda: hybrid(True, sees=False),
 }
 
 
@@ -96,7 +98,7 @@ def release(folder: Path, config: Any, apart: bool = False) -> dict[str, torch.T
         len(model.regions().blocks),
         "export",
         sizes=sizes,
-        experts=sizes.get("text_config.num_experts", 0),
+        experts=sizes.get("text_config.num_experts", sizes.get("num_experts", 0)),
         names=set(values),
         aliases=aliases,
     )
@@ -123,15 +125,20 @@ def reference(config: Any, folder: Path) -> Any:
     return model.eval()
 
 
-def their_logits(model: Any) -> torch.Tensor:
-    samples = make_samples(BATCHES["mixed"], VALUES)
+def samples_of(config: Any) -> Any:
+    """Rows that mix media and text, or of text alone where the model does not see."""
+    return text_samples(250, 84) if config.vision is None else make_samples(BATCHES["mixed"], VALUES)
+
+
+def their_logits(model: Any, config: Any) -> torch.Tensor:
+    samples = samples_of(config)
     with torch.no_grad():
         return model(input_ids=samples.tokens_BS, **samples.theirs).logits
 
 
 def our_logits(path: Path) -> torch.Tensor:
     model = load(path, tokenizer="byte", device="cpu").model
-    samples = make_samples(BATCHES["mixed"], VALUES)
+    samples = samples_of(model.config)
     rows, length = samples.tokens_BS.shape
     context = TrainContext(torch.arange(length).expand(rows, length), None, ((length,),) * rows, extra=samples.extra)
     with torch.no_grad():
@@ -149,7 +156,7 @@ def test_folders_go_round(name, tmp_path):
     for folder in ("hub", "theirs"):
         weights = open_weights(tmp_path / folder)
         assert set(weights.shapes()) == set(values) and all(torch.equal(weights.read(each), value) for each, value in values.items())
-    expected = their_logits(model)
+    expected = their_logits(model, config)
     run = tmp_path / "run"
     assert main(["checkpoint", "import", str(tmp_path / "theirs"), str(run), "--from", "hf", "--option", f"recipe={RECIPE}"]) == 0
     logits = our_logits(run)
@@ -157,7 +164,7 @@ def test_folders_go_round(name, tmp_path):
     assert main(["checkpoint", "export", str(run), str(tmp_path / "out"), "--to", "hf"]) == 0
     one, other = load_file(tmp_path / "hub" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert set(one) == set(other) and all(torch.equal(one[each], other[each]) for each in one)
-    assert torch.equal(their_logits(reference(config, tmp_path / "out")), expected)
+    assert torch.equal(their_logits(reference(config, tmp_path / "out"), config), expected)
 
 
 def test_released_layouts_are_those_of_the_sheets(tmp_path):
@@ -306,9 +313,13 @@ def test_a_text_only_checkpoint_is_told_as_such(config, hint, tmp_path):
     save_file({name: tensor for name, tensor in tensors.items() if ".visual." not in name}, tmp_path / "hub" / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"model\.visual\.(.|\n)*The folder has no vision tower.*{hint}"):
         open_weights(tmp_path / "hub")
-    architecture = theirs_of(config)["architectures"][0].replace("ConditionalGeneration", "CausalLM")
-    (tmp_path / "hub" / "config.json").write_text(json.dumps({**theirs_of(config)["text_config"], "architectures": [architecture]}))
-    with pytest.raises(UsageError, match=rf"No installed model family reads the architecture '{architecture}'"):
+
+
+def test_text_models_of_families_that_only_see_are_no_architecture(tmp_path):
+    release(tmp_path / "hub", seeing(False))
+    text = {**theirs_of(seeing(False))["text_config"], "architectures": ["Qwen3VLForCausalLM"]}
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(text))
+    with pytest.raises(UsageError, match="No installed model family reads the architecture 'Qwen3VLForCausalLM'"):
         open_weights(tmp_path / "hub")
 
 
@@ -331,16 +342,45 @@ def test_experts_that_transformers_saves_are_not_transposed(hidden, tmp_path):
     assert torch.equal(one.get_parameter(name), other.get_parameter(name)) == (hidden != 32)
 
 
-def test_a_text_only_folder_of_the_hybrid_is_read(tmp_path):
-    """Without a `vision_config` there is no tower."""
-    release(tmp_path / "hub", hybrid(False))
-    path = tmp_path / "hub" / "model.safetensors"
-    save_file({name: tensor for name, tensor in load_file(path).items() if ".visual." not in name}, path)
-    config = json.loads((tmp_path / "hub" / "config.json").read_text())
-    del config["vision_config"]
-    (tmp_path / "hub" / "config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize("moe", [False, True])
+def test_text_only_folders_of_the_hybrid(moe, tmp_path):
+    """They are written as Qwen3_5ForCausalLM, with a layer of multi-token prediction where there is one, and read like this, with the names of a folder of a model that sees, and by a
+    `text_config` without a `vision_config`: transformers writes any of these."""
+    config = hybrid(moe, ahead=1, sees=False)
+    values = release(tmp_path / "hub", config)
+    theirs, tensors = theirs_of(config), load_file(tmp_path / "hub" / "model.safetensors")
+    assert theirs["architectures"] == ["Qwen3_5MoeForCausalLM" if moe else "Qwen3_5ForCausalLM"] and "text_config" not in theirs
+    assert not [name for name in tensors if "language_model" in name or "visual" in name]
+    assert {"model.layers.3.self_attn.q_proj.weight", "model.embed_tokens.weight", "model.norm.weight", "mtp.fc.weight"} < set(tensors)
+
+    def named(name: str) -> str:
+        return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+
+    shutil.copytree(tmp_path / "hub", tmp_path / "prefixed")
+    save_file({named(name): tensor for name, tensor in tensors.items()}, tmp_path / "prefixed" / "model.safetensors")
+    shutil.copytree(tmp_path / "prefixed", tmp_path / "nested")
+    seeing_theirs = theirs_of(hybrid(moe, ahead=1))
+    del seeing_theirs["vision_config"]
+    (tmp_path / "nested" / "config.json").write_text(json.dumps(seeing_theirs))
+    for folder in ("hub", "prefixed", "nested"):
+        weights = open_weights(tmp_path / folder)
+        assert weights.model == config, folder
+        assert all(torch.equal(weights.read(name), value) for name, value in values.items()), folder
+    assert not any(parameter.is_meta for parameter in reference(config, tmp_path / "hub").parameters())
+    tensors["model.visual.merger.norm.weight"] = tensors.pop("model.norm.weight")
+    save_file(tensors, tmp_path / "hub" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: model\.norm\.weight\n.*used by nothing: model\.visual\.merger\.norm\.weight"):
+        open_weights(tmp_path / "hub")
+
+
+def test_a_folder_of_text_may_name_no_tokens_of_images(tmp_path):
+    """transformers' text_config has none: they mean nothing to a model without a tower, whatever its vocabulary."""
+    config = hybrid(False, sees=False)
+    release(tmp_path / "hub", config)
+    theirs = {key: value for key, value in theirs_of(config).items() if not key.endswith("_token_id")}
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(theirs))
     weights = open_weights(tmp_path / "hub")
-    assert weights.model == chz.replace(hybrid(False), vision=None, initial_std=0.02)
+    assert weights.model.vocab_size == 264 and weights.model.image_id == 248056
 
 
 def test_every_parameter_has_one_place_in_a_folder():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from intarsia.contracts import HFRule, HFTable
@@ -157,3 +159,17 @@ def test_convolutions_are_matrices():
     assert torch.equal(apply_rules(table, ours, 1, "export", sizes={"c": 3})["conv"], given["conv"])
     with pytest.raises(CheckpointError, match="24 values in a row"):
         apply_rules(table, ours, 1, "export", sizes={"c": 5})
+
+
+def test_rules_for_models_with_a_part_or_without():
+    """The names of a part's neighbours depend on whether it is there; a field may have two spellings."""
+    split = HFRule("{p}.q", ("q", "g"), "split_heads:2", "deep.heads|heads")
+    rules = tuple(dataclasses.replace(split, theirs=split.theirs.replace("{p}", prefix)) for prefix in ("bare", "full"))
+    table = dataclasses.replace(TABLE, rules=rules, extra={"where": {"bare.*": "!part", "full.*": "part"}})
+    for names, expected in (({"q", "g"}, "bare.q"), ({"q", "g", "part"}, "full.q")):
+        assert [row.theirs for row in expand(table, 1, names=names)] == [(expected,)]
+    for field in ("heads", "deep.heads"):
+        tensors = apply_rules(table, {"q": torch.ones(4, 1), "g": torch.zeros(4, 1)}, 1, "export", names={"q", "g"}, sizes={field: 2})
+        assert tensors["bare.q"].flatten().tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
+    with pytest.raises(PluginError, match=r"needs the config's 'deep.heads\|heads'"):
+        apply_rules(table, {"q": torch.ones(4, 1), "g": torch.zeros(4, 1)}, 1, "export", names={"q", "g"}, sizes={"other": 2})

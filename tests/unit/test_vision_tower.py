@@ -188,8 +188,8 @@ def test_towers_that_cannot_be(fields, message):
     [
         ({"tower": vision(out_dim=16)}, "out_dim = 16, and model.dim = 32"),
         ({"tower": vision(), "layers": 1}, "deepstack has 2 entries"),
-        ({"image_id": 64}, "model.image_id = 64"),
-        ({"image_id": 61}, "a token of its own"),
+        ({"tower": vision(), "layers": 2, "image_id": 64}, "model.image_id = 64"),
+        ({"tower": vision(), "layers": 2, "image_id": 61}, "a token of its own"),
     ],
 )
 def test_models_that_cannot_be(fields, message):

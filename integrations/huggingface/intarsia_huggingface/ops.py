@@ -102,12 +102,13 @@ class Chain:
         return steps_of(self.op)
 
     def number(self, name: str) -> int:
-        """What a config's field says."""
-        if name not in self.sizes:
+        """What a config's field says: the first of those joined by `|` that it has."""
+        fields = [field for field in name.split("|") if field in self.sizes]
+        if not fields:
             raise PluginError(
                 f"The Hugging Face rule for {self.where} needs the config's {name!r}, a whole number. {did_you_mean(name, self.sizes)}"
             )
-        return self.sizes[name]
+        return self.sizes[fields[0]]
 
     def inner(self, step: Step, columns: int) -> Shape:
         """The dims that flatten joins to `columns`."""

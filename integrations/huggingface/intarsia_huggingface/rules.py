@@ -81,7 +81,7 @@ def expand(
             theirs = LAYER.sub(str(first + i), rule.theirs)
             if (aliases and ours[0] in aliases) or not (names is None or any(name in names for name in ours)):
                 continue
-            if names is not None and any(name.replace("{i}", str(i)) not in names for name in needed):
+            if names is not None and not all(_holds(name.replace("{i}", str(i)), names) for name in needed):
                 continue
             stacked = any(step.kind == "stack" for step in steps_of(rule.op))
             if stacked and not experts:
@@ -91,6 +91,11 @@ def expand(
             several = tuple(theirs.replace("{e}", str(e)) for e in range(experts)) if stacked else (theirs,)
             rows.append(Row(several, ours, rule.op, rule.heads))
     return rows
+
+
+def _holds(condition: str, names: Collection[str]) -> bool:
+    """Whether a model has the name of a condition of `extra["where"]`; with a `!` before it: has it not."""
+    return (condition.removeprefix("!") in names) != condition.startswith("!")
 
 
 def _size(rule: HFRule, field: str, sizes: Mapping[str, int] | None) -> int:

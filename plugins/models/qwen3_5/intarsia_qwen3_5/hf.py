@@ -16,11 +16,16 @@ from intarsia_models_common.vision.hf import ids_from, ids_to, vision_from, visi
 from intarsia_qwen3_5.config import FULL_EVERY, Qwen35Config, experts, qwen3_5
 
 DENSE, SPARSE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
+TEXT_DENSE, TEXT_SPARSE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+"""The same without a vision tower: `config.json` is what `text_config` is of the others, and names have no `language_model`."""
 LINEAR, FULL = "linear_attention", "full_attention"
 _DEPTHS = "mtp_num_hidden_layers"
 
 _GATED = HFRule(
-    "self_attn.q_proj.weight", ("attention.wq.weight", "attention.wg.weight"), "split_heads:2", "text_config.num_attention_heads"
+    "self_attn.q_proj.weight",
+    ("attention.wq.weight", "attention.wg.weight"),
+    "split_heads:2",
+    "text_config.num_attention_heads|num_attention_heads",
 )
 _BLOCK = (
     *block_rules(_GATED),
@@ -45,12 +50,24 @@ _LINEAR = (
     HFRule("linear_attn.out_proj.weight", "attention.wo.weight"),
 )
 
+
+def _trunk(theirs: str) -> tuple[HFRule, ...]:
+    return (
+        HFRule(f"{theirs}.embed_tokens.weight", "tok_embeddings.weight"),
+        # Released folders have the trunk's experts stacked, and those of multi-token prediction and all of transformers' and of FP8 releases apart.
+        *placed((*_BLOCK, *_LINEAR, *EXPERTS_STACKED, *EXPERTS_APART), f"{theirs}.layers.{{i}}", "layers.{i}"),
+        HFRule(f"{theirs}.norm.weight", "norm.weight"),
+    )
+
+
+_TRUNK, _TEXT = "model.language_model", "model"
+_NO_TOWER = "!visual.patch_embedding.weight"
+
 TABLE = HFTable(
     rules=(
-        HFRule("model.language_model.embed_tokens.weight", "tok_embeddings.weight"),
-        # Released folders have the trunk's experts stacked, and those of multi-token prediction and all of transformers' and of FP8 releases apart.
-        *placed((*_BLOCK, *_LINEAR, *EXPERTS_STACKED, *EXPERTS_APART), "model.language_model.layers.{i}", "layers.{i}"),
-        HFRule("model.language_model.norm.weight", "norm.weight"),
+        # Text models are written like this, and read in both forms: transformers keeps the names of the folder that it took a text model out of.
+        *_trunk(_TEXT),
+        *_trunk(_TRUNK),
         HFRule("lm_head.weight", "head.weight"),
         *vision_rules(),
         HFRule("mtp.pre_fc_norm_embedding.weight", "mtp.0.token_norm.weight"),
@@ -63,19 +80,20 @@ TABLE = HFTable(
     config_to_theirs="intarsia_qwen3_5.hf:config_to_theirs",
     ignored=("*.rotary_emb.inv_freq", "*.rotary_pos_emb.inv_freq"),
     extra={
-        "experts_field": "text_config.num_experts|text_config.num_local_experts",
-        # Both kinds of mixers have projections of one name of ours.
+        "experts_field": "text_config.num_experts|text_config.num_local_experts|num_experts|num_local_experts",
         "where": {
-            "model.language_model.layers.*.self_attn.*": "layers.{i}.attention.wg.weight",
-            "model.language_model.layers.*.linear_attn.*": "layers.{i}.attention.log_a",
+            # Both kinds of mixers have projections of one name of ours.
+            "model.*layers.*.self_attn.*": "layers.{i}.attention.wg.weight",
+            "model.*layers.*.linear_attn.*": "layers.{i}.attention.log_a",
+            **{f"{_TEXT}.{part}.*": _NO_TOWER for part in ("embed_tokens", "layers", "norm")},
         },
         "keeps_dtype": ("*.attention.log_a", "*.attention.dt_bias"),
         "hints": {
             "mtp.*": (
-                f"config.json says text_config.{_DEPTHS} of 1, so the layer of multi-token prediction must be there. transformers does not save it: set {_DEPTHS} to "
+                f"config.json says {_DEPTHS} of 1, so the layer of multi-token prediction must be there. transformers does not save it: set {_DEPTHS} to "
                 "0 for a folder that it wrote."
             ),
-            "visual.*": "The folder has no vision tower: for a text-only checkpoint config.json must have no vision_config.",
+            "visual.*": f"The folder has no vision tower: for a text-only checkpoint config.json must have no vision_config, or be one of {TEXT_DENSE}.",
         },
     },
 )
@@ -91,8 +109,8 @@ _ONLY: dict[str, Any] = {
 
 def config_to_ours(theirs: Mapping[str, Any]) -> Qwen35Config:
     """Our config from a `config.json`. UsageError, which names key and value, for what this family does not have."""
-    text = theirs["text_config"]
-    check_values(text, _ONLY, "text_config.")
+    text, prefix = (theirs["text_config"], "text_config.") if "text_config" in theirs or not _is_text(theirs) else (theirs, "")
+    check_values(text, _ONLY, prefix)
     heads, eps = text["num_attention_heads"], text.get("rms_norm_eps", 1e-6)
     full = AttentionConfig(
         heads=heads,
@@ -112,9 +130,9 @@ def config_to_ours(theirs: Mapping[str, Any]) -> Qwen35Config:
     ahead = text.get(_DEPTHS) or 0
     if ahead > 1:
         raise UsageError(
-            f"config.json says text_config.{_DEPTHS} = {ahead}, which share their norms and projection; intarsia-qwen3-5 has only 0 and 1."
+            f"config.json says {prefix}{_DEPTHS} = {ahead}, which share their norms and projection; intarsia-qwen3-5 has only 0 and 1."
         )
-    check_values(text, {"mtp_use_dedicated_embeddings": False}, "text_config.")
+    check_values(text, {"mtp_use_dedicated_embeddings": False}, prefix)
     rope = rope_from({"partial_rotary_factor": 0.25, **text}, head_dim=full.head_dim)
     return qwen3_5(
         dim=text["hidden_size"],
@@ -132,15 +150,21 @@ def config_to_ours(theirs: Mapping[str, Any]) -> Qwen35Config:
     )
 
 
+def _is_text(theirs: Mapping[str, Any]) -> bool:
+    return str(theirs.get("model_type")).endswith("_text") or bool(
+        {TEXT_DENSE, TEXT_SPARSE}.intersection(theirs.get("architectures") or ())
+    )
+
+
 def _kinds(text: Mapping[str, Any]) -> list[str]:
     """What each layer is. UsageError for kinds that this family does not have, and for a list of another length."""
     layers, every = text["num_hidden_layers"], text.get("full_attention_interval") or FULL_EVERY
     kinds = text.get("layer_types") or [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
     for kind in kinds:
         if kind not in (LINEAR, FULL):
-            raise UsageError(f"config.json has {kind!r} in text_config.layer_types. {did_you_mean(kind, (LINEAR, FULL))}")
+            raise UsageError(f"config.json has {kind!r} in layer_types. {did_you_mean(kind, (LINEAR, FULL))}")
     if len(kinds) != layers:
-        raise UsageError(f"config.json has {len(kinds)} entries in text_config.layer_types for num_hidden_layers = {layers}.")
+        raise UsageError(f"config.json has {len(kinds)} entries in layer_types for num_hidden_layers = {layers}.")
     return list(kinds)
 
 
@@ -154,13 +178,11 @@ def _feed_forward_of(text: Mapping[str, Any]) -> FeedForwardConfig:
 
 
 def config_to_theirs(ours: Qwen35Config) -> dict[str, Any]:
-    """A `config.json` of `Qwen3_5ForConditionalGeneration`, or of `Qwen3_5MoeForConditionalGeneration` where blocks have experts. UsageError for what those classes do not have."""
+    """A `config.json` of `Qwen3_5ForConditionalGeneration`, or of `Qwen3_5MoeForConditionalGeneration` where blocks have experts; of `Qwen3_5ForCausalLM` and `Qwen3_5MoeForCausalLM`
+    for a model without a vision tower. UsageError for what those classes do not have."""
     full, linear = _mixers_of(ours)
     feed_forward, norm = ours.layers[0].feed_forward, ours.norm
     assert isinstance(norm, OffsetRMSNormConfig)
-    if ours.vision is None:
-        _refuse("they have a vision tower, and this model has none")
-    assert ours.vision is not None
     if len(ours.ahead) > 1:
         _refuse(
             f"their layers of multi-token prediction share norms and projection, so they have one at most, and this model has {len(ours.ahead)}"
@@ -181,6 +203,8 @@ def config_to_theirs(ours: Qwen35Config) -> dict[str, Any]:
         **_feed_forward_to(feed_forward),
         **rope_to(ours.rope, head_dim=full.head_dim),
     }
+    if ours.vision is None:
+        return {"architectures": [TEXT_SPARSE if kind == "qwen3_5_moe" else TEXT_DENSE], **text, **ids_to(ours)}
     return {
         "architectures": [SPARSE if kind == "qwen3_5_moe" else DENSE],
         "model_type": kind,

@@ -21,7 +21,12 @@ def offer_models() -> Sequence[ModelEntry]:
             doc="Qwen3.5, dense and with experts: gated DeltaNet and gated attention in turns, images and video, multi-token prediction.",
             hf="intarsia_qwen3_5.hf:TABLE",
             sharding="intarsia_qwen3_5.sharding:table",
-            architectures=("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+            architectures=(
+                "Qwen3_5ForConditionalGeneration",
+                "Qwen3_5MoeForConditionalGeneration",
+                "Qwen3_5ForCausalLM",
+                "Qwen3_5MoeForCausalLM",
+            ),
         )
     ]
 

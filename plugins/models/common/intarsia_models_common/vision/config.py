@@ -106,14 +106,14 @@ class VisionLanguageModelConfig(LanguageModelConfig):
 
     @chz.validate
     def _vision_fits(self) -> None:
+        if self.vision is None:  # the ids mean nothing then, and folders of text models name none
+            return
         ids = {name: getattr(self, name) for name in ("image_id", "video_id", "vision_start_id", "vision_end_id")}
         for name, value in ids.items():
             if not 0 <= value < self.vocab_size:
                 raise UsageError(f"model.{name} = {value}: the model knows the ids 0 to {self.vocab_size - 1}.")
         if len(set(ids.values())) < len(ids):
             raise UsageError(f"model: {', '.join(f'{name} = {value}' for name, value in ids.items())}: each must be a token of its own.")
-        if self.vision is None:
-            return
         if self.vision.out_dim != self.dim:
             raise UsageError(
                 f"model.vision.out_dim = {self.vision.out_dim}, and model.dim = {self.dim}: features stand in tokens' places, so they must be equal."

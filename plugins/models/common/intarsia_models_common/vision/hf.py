@@ -47,8 +47,8 @@ def vision_rules(theirs: str = "model.visual", ours: str = "visual") -> tuple[HF
 
 
 def ids_from(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids of a `VisionLanguageModelConfig`, from the whole `config.json`."""
-    return {ours: theirs[key] for ours, key in _IDS.items()}
+    """The ids of a `VisionLanguageModelConfig`, from the whole `config.json`. Of a text model's (no `vision_config`), those that it has."""
+    return {ours: theirs[key] for ours, key in _IDS.items() if theirs.get("vision_config") or theirs.get(key) is not None}
 
 
 def ids_to(ours: VisionLanguageModelConfig) -> dict[str, int]:
