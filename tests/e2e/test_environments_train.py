@@ -39,3 +39,15 @@ def test_recipes_train(recipe: str, more: tuple[str, ...], turns: int, tmp_path:
             trained = [token for token, flag in zip(segment["tokens"], segment["trained"], strict=True) if flag == "1"]
             assert trained == [token for tokens in said for token in tokens] and 1 <= len(said) <= turns
             assert all(version >= 0 for version, flag in zip(segment["versions"], segment["trained"], strict=True) if flag == "1")
+
+
+def test_an_alphabet_without_the_prompts_characters_is_refused(tmp_path: Path) -> None:
+    """Nothing is generated, and the message names characters and setting."""
+    words = ("data.loader.environment.instructions=Compute.", *SMALL)
+    command = [sys.executable, "-m", "intarsia", "train", "arithmetic/debug", "--dir", "run", "--quiet", *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert "'C', 'o', 'm', 'p'" in done.stderr and "data.tokenizer.alphabet" in done.stderr and "Traceback" not in done.stderr
+    assert not list((tmp_path / "run").rglob("rollouts/*.jsonl"))

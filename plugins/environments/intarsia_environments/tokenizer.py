@@ -45,6 +45,10 @@ class CharacterTokenizer:
         known = len(self._characters)
         return "".join(self._characters[number] if number < known else REPLACEMENT for number in ids if 0 <= number <= known)
 
+    def lacking(self, text: str) -> str:
+        """The characters of a text that have no id of their own, each once."""
+        return "".join(dict.fromkeys(character for character in text if character not in self._ids))
+
     def special_id(self, text: str) -> int | None:
         """None: it has no special tokens that are called anything."""
         return None

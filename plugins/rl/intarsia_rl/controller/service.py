@@ -16,6 +16,7 @@ from intarsia_rl.config import RolloutsConfig
 from intarsia_rl.contracts import Algorithm, Renderer, Sampling, WeightVersion
 from intarsia_rl.controller.groups import Player
 from intarsia_rl.controller.loop import Loop, Parts, explained
+from intarsia_rl.controller.probe import check_characters
 from intarsia_rl.controller.protocols import Generators, Workers
 from intarsia_rl.controller.rollout import Rules
 from intarsia_rl.controller.writer import RolloutWriter
@@ -149,6 +150,7 @@ async def parts_of(
         held_out = (await workers.tasks(config.held_out.split))[: config.held_out.tasks]
     writer = RolloutWriter(directory, tokenizer.decode) if config.keep_rollouts else None
     tasks = await workers.tasks(config.split)
+    await check_characters(tokenizer, workers, tasks, held_out)
     return Parts(player(sampling, config.replay_routes), player(greedy, False), algorithm, tasks, held_out, reference, writer)
 
 
