@@ -305,7 +305,6 @@ def test_export_refuses_what_their_classes_lack():
         "a gate": tiny(mixers=in_turns(LINEAR, chz.replace(FULL, gate=False), 4), ahead=0),
         r"rope\.dim": chz.replace(plain, rope=RopeConfig(theta=1e7)),
         "has the others' epsilon": tiny(mixers=in_turns(chz.replace(LINEAR, norm_eps=1e-5), FULL, 4)),
-        "vision tower": chz.replace(plain, vision=None),
         "at most": tiny(ahead=2),
         "gated_swiglu": tiny(feed_forward=shared),
     }
