@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 # Elements that are drawn from one generator. Part of what a seed means: never changed.
 CHUNK = 2**20
+# Elements that torch computes on one thread: others draw other chunks meanwhile.
+PIECE = 2**15
 
 
 @dataclasses.dataclass
@@ -280,10 +283,10 @@ def fill_region(name: str, shape: Sequence[int], init: Init, region: Region, out
             wanted.setdefault(chunk, []).append((box, offset))
         offset += box.numel
     whole, numel = Box.whole(shape), math.prod(shape)
-    for chunk, boxes in sorted(wanted.items()):
-        length = min(CHUNK, numel - chunk * CHUNK)
-        values = _draw(f"{seed}/{name}/{chunk}", length, init)
-        position = 0
+    lengths = {chunk: min(CHUNK, numel - chunk * CHUNK) for chunk in sorted(wanted)}
+    drawn = _in_threads(lambda chunk: _draw(f"{seed}/{name}/{chunk}", lengths[chunk], init), list(lengths))
+    for (chunk, length), values in zip(lengths.items(), drawn, strict=True):
+        boxes, position = wanted[chunk], 0
         for piece in range_boxes(whole, chunk * CHUNK, length):
             source = values[position : position + piece.numel].view(piece.size)
             position += piece.numel
@@ -350,7 +353,20 @@ def _draw(text: str, length: int, init: Init) -> Tensor:
     generator.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1)
     bound = math.erf(init.cut / math.sqrt(2))
     uniform = torch.empty(length, dtype=torch.float32, device="cpu").uniform_(-bound, bound, generator=generator)
-    return uniform.erfinv_().mul_(init.std * math.sqrt(2)).clamp_(-init.cut * init.std, init.cut * init.std)
+    for piece in uniform.split(PIECE):
+        piece.erfinv_().mul_(init.std * math.sqrt(2)).clamp_(-init.cut * init.std, init.cut * init.std)
+    return uniform
+
+
+def _in_threads(draw: Callable[[int], Tensor], chunks: Sequence[int]) -> Iterator[Tensor]:
+    """`draw` of each chunk, in order, on as many threads as torch computes with; so many are held at once."""
+    threads = min(torch.get_num_threads(), len(chunks))
+    if threads < 2:
+        yield from map(draw, chunks)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for start in range(0, len(chunks), 2 * threads):
+            yield from pool.map(draw, chunks[start : start + 2 * threads])
 
 
 def _block_of(name: str, blocks: Sequence[str]) -> str:

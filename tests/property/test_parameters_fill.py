@@ -99,3 +99,13 @@ def test_seed_name_dtype_and_device_count() -> None:
         out = torch.empty(8)
         fill_region("x", (8,), init, region, out, 0)
         assert out.tolist() == [wanted] * 8
+
+
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "CHUNK", 3 * 2**15 + 8)
+    shape = (17, 30_011)
+    found = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(filled(shape, whole_region(shape)))
+    assert torch.equal(*found) and found[0].isfinite().all()
