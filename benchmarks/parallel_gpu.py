@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from exposure import exposure
-from llama3_1b_gpu import top_kernels
+from train_gpu import top_kernels
 
 ROOT = Path(__file__).resolve().parent
 

@@ -16,7 +16,7 @@ from intarsia_llama3 import recipes as llama
 from intarsia_llama3.config import llama3
 from intarsia_models_common.config import MLAConfig, RopeConfig
 from intarsia_optimizers.config import ConstantConfig
-from llama3_1b_gpu import long_text
+from train_gpu import long_text
 
 FOLDER = Path(os.environ.get("INTARSIA_BENCH_FOLDER", "runs/bench"))
 

@@ -1,27 +1,32 @@
-"""Llama 3 1B on GPUs by the command line: tokens per second, MFU and peak memory, as JSON.
+"""Training a published model on GPUs by the command line: tokens per second, MFU and peak memory, as JSON.
 
-    python benchmarks/llama3_1b_gpu.py                                # compiled, whole rows of one document
-    python benchmarks/llama3_1b_gpu.py --data stdlib --profile        # packed documents; time by GPU kernel
-    python benchmarks/llama3_1b_gpu.py --processes 8 compile.mode=none kernels.attention=flex
+    python benchmarks/train_gpu.py                                    # Llama 3 1B, compiled, whole rows of one document
+    python benchmarks/train_gpu.py --data stdlib --profile            # packed documents; time by GPU kernel
+    python benchmarks/train_gpu.py --processes 8 compile.mode=none kernels.attention=flex
+    python benchmarks/train_gpu.py --recipe qwen3_5/2b --steps 14 --warmup 5 sharder.reshard=never compile.mode=local recompute.mode=none
 
-It runs `intarsia train llama3/1b` for some steps, with every further PATH=VALUE, and reads the run's events.jsonl. The figures are of the
+It runs `intarsia train RECIPE` for some steps, with every further PATH=VALUE, and reads the run's events.jsonl; a run that is cut off by `--limit-s` counts as far as it came. The figures are of the
 steps after warm-up: the median step. MFU counts `flops_per_token` of the model (backward twice forward, nothing for recomputation, causal
 attention over the whole row), so rows hold one document by default; packed documents do less attention than is counted.
-The byte tokenizer's ids stand in for text: the model keeps its 128256 rows of embedding and head.
+The byte tokenizer's ids stand in for text: the model keeps its rows of embedding and head. There are no images.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
+import os
 import random
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,35 +86,61 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     command = ["intarsia", "train", arguments.recipe, "--dir", str(run), "--quiet", *settings, *arguments.settings]
     if arguments.processes > 1:
         command += ["--processes", str(arguments.processes)]
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"command": " ".join(command), "returncode": done.returncode, "error": (done.stdout + done.stderr)[-4000:]}
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    begin = time.perf_counter()
+    error = finished(command, arguments.limit_s)
+    found: dict[str, Any] = {"command": " ".join(command).replace(str(folder), "FOLDER")}
+    if error:
+        found["error"] = error[-4000:]
+    # What a run that was cut off has logged counts as well.
+    with contextlib.suppress(*((OSError, StopIteration, ValueError, KeyError) if error else ())):
+        found |= figures(run, arguments.steps, arguments.warmup) | {"data": arguments.data}
+        if arguments.profile:
+            found["profile"] = top_kernels(run / "traces" / f"step-{steps - 1:06}-rank-0000.json", arguments.top)
+    return found | {"wall_s": round(time.perf_counter() - begin, 1)}
+
+
+def finished(command: list[str], limit_s: float) -> str:
+    """Run it to its end, or until its time is over: what it wrote where it failed, "" else."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        # A launcher has to end its ranks, which have sessions of their own; then whatever of the run is left.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, _ = process.communicate(timeout=10)
+                return f"{limit_s:.0f} s were over\n{output}"
+        return f"{limit_s:.0f} s were over, and its processes did not end"
+    return f"exit code {process.returncode}\n{output}" if process.returncode else ""
+
+
+def figures(run: Path, steps: int, warmup: int) -> dict[str, Any]:
+    """What a run's events say of its first `steps` steps: medians of those behind `warmup`, if it came so far."""
+    lines = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line) for line in lines if line.endswith("}")]
     start = next(event for event in events if event["event"] == "run_start")
-    logged = [event for event in events if event["event"] == "step"][: arguments.steps]
-    kept = logged[arguments.warmup :]
-    seconds = statistics.median(event["seconds_s"] for event in kept)
-    mfus = [event["mfu"] for event in kept if event["mfu"] is not None]
+    logged = [event for event in events if event["event"] == "step"][:steps]
     resolved = json.loads((run / "resolved.json").read_text(encoding="utf-8"))
-    figures = {
-        "command": " ".join(command).replace(str(folder), "FOLDER"),
+    found = {
         "device": start["device"],
         "world": start["world"],
         "versions": start["versions"],
         "kernels": {path: fact["value"] for path, fact in resolved.get("decisions", {}).items() if path.startswith("kernels.")},
-        "data": arguments.data,
-        "tokens_per_step": kept[-1]["tokens"],
-        "step_s": seconds,
-        "tokens_per_s": kept[-1]["tokens"] / seconds,
-        "mfu": statistics.median(mfus) if mfus else None,
-        "peak_memory_bytes": max(event["memory_bytes"] for event in logged),
+        "peak_memory_bytes": max((event["memory_bytes"] or 0 for event in logged), default=0),
         "steps_s": [round(event["seconds_s"], 5) for event in logged],
         "losses": [event["loss"] for event in logged],
     }
-    if arguments.profile:
-        trace = next((run / "traces").glob(f"step-{steps - 1:06}-rank-0000.json"))
-        figures["profile"] = top_kernels(trace, arguments.top)
-    return figures
+    kept = logged[warmup:]
+    if kept:
+        seconds, tokens = statistics.median(event["seconds_s"] for event in kept), kept[-1]["tokens"]
+        mfus = [event["mfu"] for event in kept if event["mfu"] is not None]
+        found |= {"tokens_per_step": tokens, "step_s": seconds, "tokens_per_s": tokens / seconds}
+        found["mfu"] = statistics.median(mfus) if mfus else None
+    return found
 
 
 def main() -> int:
@@ -125,17 +156,21 @@ def main() -> int:
     parser.add_argument("--data", choices=("whole", "stdlib"), default="whole")
     parser.add_argument("--profile", action="store_true", help="Trace the last steps and add the time by GPU kernel.")
     parser.add_argument("--top", type=int, default=30)
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="How long the run may take, its start and compilation included.")
+    parser.add_argument("--out", type=Path, help="Write the JSON there as well.")
     parser.add_argument("--folder", type=Path, help="Where the run and its data go; default: a temporary folder.")
     parser.add_argument("settings", nargs="*", metavar="PATH=VALUE", help="Further settings of the recipe.")
     arguments = parser.parse_args()
     if arguments.folder:
         arguments.folder.mkdir(parents=True, exist_ok=True)
-        figures = measure(arguments, arguments.folder.resolve())
+        found = measure(arguments, arguments.folder.resolve())
     else:
         with tempfile.TemporaryDirectory() as name:
-            figures = measure(arguments, Path(name))
-    print(json.dumps(figures))
-    return 1 if "error" in figures else 0
+            found = measure(arguments, Path(name))
+    print(json.dumps(found))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 1 if "error" in found else 0
 
 
 if __name__ == "__main__":
