@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import types
+from pathlib import Path
 from typing import Any
 
 import chz
@@ -17,6 +19,7 @@ import torch
 from intarsia.contracts import Document, Media
 from intarsia_multimodal import sizes
 from intarsia_multimodal.config import PatchProcessorConfig
+from intarsia_multimodal.hf import processor_to_ours, processor_to_theirs
 from intarsia_multimodal.patches import PatchProcessor
 from PIL import Image
 
@@ -57,6 +60,84 @@ def test_images_are_those_of_transformers(name):
         expected = theirs([Image.fromarray(pixels)], return_tensors="np")
         assert slot.grid == tuple(expected["image_grid_thw"][0].tolist())
         assert numpy.array_equal(ours.load(slot), expected["pixel_values"]), (height, width)
+
+
+FILES: dict[str, dict[str, Any]] = {
+    "silent": {},
+    "older": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "min_pixels": 3136, "max_pixels": 40000, "size": {"shortest_edge": 1, "longest_edge": 2}},
+    "newer": {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 90000}, "image_mean": [0.5, 0.5, 0.5]},
+    "coarse": {"patch_size": 8, "merge_size": 4, "temporal_patch_size": 3, "image_std": [0.5, 0.25, 0.125], "rescale_factor": 0.00392156862745098},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FILES, "ours"])
+def test_a_folders_file_means_what_it_means_to_transformers(name, tmp_path):
+    """The same `preprocessor_config.json`, which it or we wrote, read by both sides: the same numbers."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    settings = PatchProcessorConfig(patch=8, merge=3, min_pixels=600, max_pixels=9000, **CLIP)
+    files = processor_to_theirs(settings)[0] if name == "ours" else {"preprocessor_config.json": FILES[name]}
+    for file, content in files.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    theirs = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    model = types.SimpleNamespace(vision=True)
+    for _ in range(2):
+        config, _ = processor_to_ours(
+            lambda file: json.loads(found.read_text()) if (found := tmp_path / file).is_file() else None, model, settings
+        )
+        ours = PatchProcessor(config, tokenizer())
+        for number, (height, width) in enumerate((*SHAPES, (1100, 1000))):
+            pixels = noise(height, width, number)
+            _, (slot,) = media_of(ours, Media("image", encoded(pixels)))
+            expected = theirs([Image.fromarray(pixels)], return_tensors="np")
+            assert slot.grid == tuple(expected["image_grid_thw"][0].tolist())
+            assert numpy.array_equal(ours.load(slot), expected["pixel_values"]), (height, width)
+        theirs.save_pretrained(tmp_path)  # in its own words
+
+
+def merged(theirs: Any, folder: Path) -> dict[str, Any]:
+    """Settings of their video class made from a folder's file, which needs torchvision to be made itself."""
+    said, _ = theirs.Qwen3VLVideoProcessor.get_video_processor_dict(folder)
+    names = ("size", "patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "fps", "min_frames", "max_frames")
+    names += ("cap_pixels_per_frame", "max_video_tokens")
+    return {name: said.get(name, getattr(theirs.Qwen3VLVideoProcessor, name)) for name in names}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"size": {"shortest_edge": 4096, "longest_edge": 25165824}, "fps": 4, "max_frames": 100},
+        {
+            "cap_pixels_per_frame": True,
+            "max_video_tokens": 9,
+            "size": {"shortest_edge": 256, "longest_edge": 4096},
+            "image_std": [0.5, 1.0, 0.5],
+        },
+    ],
+)
+def test_a_folders_video_file_means_what_it_means_to_transformers(content, tmp_path):
+    theirs = importlib.import_module("transformers.models.qwen3_vl.video_processing_qwen3_vl")
+    images = {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": content.get("image_std", [0.5] * 3)}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(images))
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(content))
+    model = types.SimpleNamespace(vision=True)
+    for _ in range(2):
+        said = merged(theirs, tmp_path)
+        config, remarks = processor_to_ours(
+            lambda file: json.loads(found.read_text()) if (found := tmp_path / file).is_file() else None, model, None
+        )
+        assert not remarks
+        size = (said["size"]["shortest_edge"], said["size"]["longest_edge"])
+        assert (config.video_min_pixels, config.video_max_pixels) == size
+        assert (config.patch, config.temporal_patch, config.merge) == tuple(
+            said[f"{name}_size"] for name in ("patch", "temporal_patch", "merge")
+        )
+        assert (list(config.mean), list(config.std)) == (said["image_mean"], said["image_std"])
+        assert (config.fps, config.min_frames, config.max_frames) == tuple(said[name] for name in ("fps", "min_frames", "max_frames"))
+        assert config.max_frame_tokens == (said["max_video_tokens"] if said["cap_pixels_per_frame"] else 0)
+        for file, written in processor_to_theirs(config)[0].items():  # and again from what we write
+            (tmp_path / file).write_text(json.dumps(written))
 
 
 def test_modes_become_rgb_as_in_transformers():

@@ -109,7 +109,8 @@ class HFTable:
     `ignored` are names in their files that carry nothing (`*.rotary_emb.inv_freq`), as globs. A checkpoint is read strictly: every name of theirs is
     used or ignored, every name of ours is filled, persistent buffers included. `extra["hints"]` maps a glob on our names to a sentence for the message where
     such a name's tensors are missing; `extra["where"]` maps a glob on rules' `theirs` to a name of ours, with `{i}`, that a layer must have for these rules to be its
-    (`!name`: that the model must not have): where layers of two kinds have parameters of one name, or models of two kinds are stored under other names; `extra["keeps_dtype"]` are globs on our names that an export leaves in their dtype, whichever it writes the others in.
+    (`!name`: that the model must not have): where layers of two kinds have parameters of one name, or models of two kinds are stored under other names; `extra["keeps_dtype"]` are globs on our names that an export leaves in their dtype, whichever it writes the others in; `extra["processor_to_ours"]` and
+    `extra["processor_to_theirs"]` read and write the files of processors of images (`intarsia_huggingface.processors`).
     """
 
     rules: tuple[HFRule, ...]

@@ -154,7 +154,11 @@ class CheckpointFormat(Protocol):
 
 
 class WeightReader(Protocol):
-    """A model's weights by canonical parameter name, any box of any of them. Stability: provisional."""
+    """A model's weights by canonical parameter name, any box of any of them. Stability: provisional.
+
+    A reader may have two things more: `processor`, the config of what turns images into patches for this model (None: not known), and `remarks(recipe)`, sentences on what a run of this recipe, which
+    begins with the weights, does otherwise than they were made for, apart from the model.
+    """
 
     @property
     def location(self) -> str:

@@ -210,6 +210,8 @@ class Trainer:
         with contextlib.suppress(UsageError):  # weights that do not say which model they are of
             for difference in model_differences(self._recipe, weights.model, self._request.plugins):
                 built.warn(f"The weights in {weights.location} come from another model: {difference}.")
+        for remark in getattr(weights, "remarks", lambda recipe: ())(self._recipe):
+            built.warn(remark)
         built.event("initialise", location=weights.location)
 
     def _resume(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from intarsia.config import Recipe
 from intarsia.contracts import Box, HFTable, ModelEntry
 from intarsia.errors import CheckpointError, IntarsiaError, UsageError, did_you_mean, nearest
 from intarsia.parameters import persistent_buffers
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from intarsia_huggingface.boxes import read_box
 from intarsia_huggingface.config import TokenizerJsonConfig
+from intarsia_huggingface.processors import differences, found_in, log, processor_of
 from intarsia_huggingface.quantised import SUFFIX, Blocks, blocks_of
 from intarsia_huggingface.rules import Row, choose, expand, experts_of, formed, to_theirs, twins, whole_numbers
 from intarsia_huggingface.safetensors_file import BLOCK_BYTES, SafetensorsFile
@@ -238,6 +240,28 @@ class HFFolder:
                 if ids is not None:
                     return tuple(number for number in (ids if isinstance(ids, list) else [ids]) if isinstance(number, int))
         return ()
+
+    # ------------------------------------------------------------ processors of media
+
+    @property
+    def processor(self) -> Any:
+        """What turns images and video into patches, as the folder's files say it; None where they do not, of which the reason is logged."""
+        found, said = self.processor_on(None)
+        for sentence in said:
+            log.warning(sentence)
+        return found
+
+    def processor_on(self, processor: Any) -> tuple[Any, list[str]]:
+        """A recipe's processor with what the folder's files say, and what is to be said of that."""
+        return found_in(self.folder, self.table, self.model, processor, read_json)
+
+    def remarks(self, recipe: Recipe) -> list[str]:
+        """Where a recipe's processor does something else than the folder's files say."""
+        mine = processor_of(recipe)
+        if mine is None:
+            return []
+        found, said = self.processor_on(mine)
+        return [*said, *(f"data.loader.processor is not that of {self.location}: {each}." for each in differences(mine, found))]
 
     # ------------------------------------------------------------ the contract
 

@@ -29,6 +29,7 @@ from intarsia_huggingface.boxes import write_box
 from intarsia_huggingface.config import TokenizerJsonConfig
 from intarsia_huggingface.folder import CONFIG, FLOATING, INDEX, SINGLE, HFFolder, row_boxes, rows_of, table_of
 from intarsia_huggingface.ops import steps_of
+from intarsia_huggingface.processors import differences, files_of, log, processor_of, with_processor
 from intarsia_huggingface.rules import Row, choose, to_theirs, whole_numbers
 from intarsia_huggingface.safetensors_file import Head, check_dtype, shards, write_file
 
@@ -52,7 +53,7 @@ class HFFormat:
     # ------------------------------------------------------------ export
 
     def export(self, checkpoint: Checkpoint, folder: Path, options: Mapping[str, str]) -> list[Path]:
-        """Write `model*.safetensors`, `config.json` and the tokenizer's files, where it has some.
+        """Write `model*.safetensors`, `config.json` and the files of the tokenizer and of the processor of images, where there are some.
 
         Options: `dtype` (default: as stored), `shard_size` (default 5GB). config.json is written last: a folder without it is not whole.
         """
@@ -75,6 +76,8 @@ class HFFormat:
             total = sum(head.length for group in groups for head in group)
             files.append(_write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places}))
         files += _copy_tokenizer(weights.tokenizer, folder)
+        described = files_of(writer.table, weights.model, processor_of(weights.recipe))
+        files += [_write_json(folder / name, content) for name, content in described.items()]
         files.append(_write_json(folder / CONFIG, writer.config))
         return files
 
@@ -121,6 +124,8 @@ class HFFormat:
             differing = model_differences(resolved.recipe, folder.model, current())
             if differing:
                 raise UsageError(f"The recipe of {run} has another model than {folder.location}:\n  " + "\n  ".join(differing[:12]))
+            for remark in folder.remarks(resolved.recipe):
+                log.warning(remark)
             return resolved
         if "recipe" not in options:
             raise UsageError(
@@ -129,7 +134,7 @@ class HFFormat:
         resolved = resolve(options["recipe"])
         recipe = resolved.recipe
         data = recipe.data if folder.tokenizer is None else chz.replace(recipe.data, tokenizer=folder.tokenizer)
-        made = chz.replace(recipe, model=folder.model, data=data)
+        made = _seeing_as(folder, chz.replace(recipe, model=folder.model, data=data))
         if found := check(made, current()):
             raise UsageError(
                 f"The recipe {options['recipe']} does not go with the model of {folder.location}:\n  "
@@ -148,7 +153,7 @@ class Export:
         entry = plugins.entry_of(weights.model)
         assert isinstance(entry, ModelEntry)
         table = table_of(entry)
-        self.weights, self.dtype = weights, dtype
+        self.weights, self.dtype, self.table = weights, dtype, table
         self.config: dict[str, Any] = import_reference(table.config_to_theirs)(weights.model)
         with torch.device("meta"):
             built = plugins.build(weights.model)
@@ -228,6 +233,17 @@ def converted(tensor: Tensor, dtype: str, name: str) -> Tensor:
                 f"{name}: {lost} values are too large for {dtype} and would become infinite. Choose another dtype (bfloat16)."
             )
     return result
+
+
+def _seeing_as(folder: HFFolder, recipe: Recipe) -> Recipe:
+    """The recipe with the folder's processor, where its loader has one. Says what changes, and what could not be read."""
+    mine = processor_of(recipe)
+    if mine is None:
+        return recipe
+    found, said = folder.processor_on(mine)
+    for sentence in (*said, *(f"data.loader.processor becomes that of {folder.location}: {each}." for each in differences(mine, found))):
+        log.warning(sentence)
+    return with_processor(recipe, found)
 
 
 def _resolved(recipe: Recipe, name: str) -> Resolved:

@@ -112,7 +112,7 @@ class Generator:
         """What turns images and video into tokens and patches. UsageError where nothing says which it is."""
         if self._make_processor is None:
             raise UsageError(
-                f"Nothing at {self.location or 'the model'} says how images and video become tokens: it is no run whose loader has a processor. Name one by --processor NAME (load's "
+                f"Nothing at {self.location or 'the model'} says how images and video become tokens: it is no run whose loader has a processor, and no folder whose files describe one. Name one by --processor NAME (load's "
                 "`processor`); patches is the one of the Qwen families."
             )
         return self._make_processor()

@@ -40,7 +40,7 @@ def load(
 
     Arguments: `tokenizer` is a tokenizer.json, the folder it lies in, an entry's name (`byte`), or a config; None: the one that goes with the weights.
     `template` is a chat template for it, as in data.tokenizer.template (needs intarsia-chat). `processor` makes tokens and patches of images and video: an entry's name (`patches`), or a
-    config; None: the one of the run's loader, if it has one. `dtype` auto is float32 on a CPU and elsewhere what the run computed in, else bfloat16. `kernels` as in a recipe. `chunk` prompt tokens
+    config; None, or the name alone: the one of the run's loader, or of the folder's `preprocessor_config.json`, if there is one. `dtype` auto is float32 on a CPU and elsewhere what the run computed in, else bfloat16. `kernels` as in a recipe. `chunk` prompt tokens
     are read at once, and `batch` sequences generated together.
     Stability: provisional.
     """
@@ -75,15 +75,16 @@ def load(
 
 
 def _processor(choice: Any, tokenizer: Tokenizer, weights: WeightReader, plugins: Plugins) -> Callable[[], Any] | None:
-    """What builds the processor that was named, else that of the run's loader. UsageError for a name that there is not."""
+    """What builds the processor that was named, else that of the run's loader or the folder's. UsageError for a name that there is not."""
     config = choice
     if choice is None:
-        config = getattr(weights.recipe.data.loader, "processor", None) if isinstance(weights, CheckpointWeights) else None
+        config = _own_processor(weights)
     elif isinstance(choice, str):
         if "processor" not in plugins.kinds():
             raise UsageError(f"The processor {choice!r} was asked for: install intarsia-multimodal.")
         made: Any = plugins.config_class(plugins.registry("processor").find(choice))
-        config = made()
+        own = _own_processor(weights)
+        config = own if type(own) is made else made()
 
     def build() -> Any:
         # Configs of processors come with the distribution, which a model of text does without.
@@ -94,6 +95,13 @@ def _processor(choice: Any, tokenizer: Tokenizer, weights: WeightReader, plugins
         return processor
 
     return None if config is None else build
+
+
+def _own_processor(weights: WeightReader) -> Any:
+    """The config of the processor of the run's loader, or of what the folder's files say; None where there is neither."""
+    if isinstance(weights, CheckpointWeights):
+        return getattr(weights.recipe.data.loader, "processor", None)
+    return getattr(weights, "processor", None)
 
 
 def fill(weights: WeightReader, plugins: Plugins, device: torch.device, dtype: torch.dtype) -> nn.Module:

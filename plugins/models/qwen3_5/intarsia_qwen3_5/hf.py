@@ -11,7 +11,7 @@ from intarsia_models_common.config import AttentionConfig, FeedForwardConfig, Mi
 from intarsia_models_common.hf import EXPERTS_APART, EXPERTS_STACKED, block_rules, check_values, placed, rope_from, rope_to, text_to
 from intarsia_models_common.linear_attention.config import GatedDeltaNetConfig
 from intarsia_models_common.moe.config import JOINT_LOSS, GatedSwiGLUConfig, MoEConfig, SoftmaxRouterConfig
-from intarsia_models_common.vision.hf import ids_from, ids_to, vision_from, vision_rules, vision_to
+from intarsia_models_common.vision.hf import PROCESSOR, ids_from, ids_to, vision_from, vision_rules, vision_to
 
 from intarsia_qwen3_5.config import FULL_EVERY, Qwen35Config, experts, qwen3_5
 
@@ -80,6 +80,7 @@ TABLE = HFTable(
     config_to_theirs="intarsia_qwen3_5.hf:config_to_theirs",
     ignored=("*.rotary_emb.inv_freq", "*.rotary_pos_emb.inv_freq"),
     extra={
+        **PROCESSOR,
         "experts_field": "text_config.num_experts|text_config.num_local_experts|num_experts|num_local_experts",
         "where": {
             # Both kinds of mixers have projections of one name of ours.

@@ -10,7 +10,7 @@ from intarsia.errors import UsageError
 from intarsia_models_common.config import AttentionConfig, FeedForwardConfig, RMSNormConfig, SwiGLUConfig
 from intarsia_models_common.hf import EXPERTS_STACKED, block_rules, check_values, placed, rope_from, rope_to, text_to
 from intarsia_models_common.moe.config import JOINT_LOSS, MoEConfig, SoftmaxRouterConfig, softmax_experts
-from intarsia_models_common.vision.hf import ids_from, ids_to, vision_from, vision_rules, vision_to
+from intarsia_models_common.vision.hf import PROCESSOR, ids_from, ids_to, vision_from, vision_rules, vision_to
 
 from intarsia_qwen3_vl.config import Qwen3VLConfig, qwen3_vl
 
@@ -34,6 +34,7 @@ TABLE = HFTable(
     config_to_theirs="intarsia_qwen3_vl.hf:config_to_theirs",
     ignored=("*.rotary_emb.inv_freq", "*.rotary_pos_emb.inv_freq"),
     extra={
+        **PROCESSOR,
         "hints": {
             "visual.*": "The folder has no vision tower. Text models of the family Qwen3 are read by intarsia-qwen3, as architectures = Qwen3ForCausalLM."
         },

@@ -12,6 +12,11 @@ from intarsia.errors import UsageError
 from intarsia_models_common.hf import check_values, placed
 from intarsia_models_common.vision.config import VisionConfig, VisionLanguageModelConfig
 
+PROCESSOR = {
+    "processor_to_ours": "intarsia_multimodal.hf:processor_to_ours",
+    "processor_to_theirs": "intarsia_multimodal.hf:processor_to_theirs",
+}
+"""For `HFTable.extra` of families that see by the processor `patches`."""
 _ONLY: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh"}
 _IDS = {
     "image_id": "image_token_id",
