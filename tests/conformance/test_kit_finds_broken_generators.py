@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from intarsia.config import Recipe
+from intarsia.contracts import Media
 from intarsia_eager.config import WholeConfig
 from intarsia_generation.engine import chosen, engine, request, scheduler
 from intarsia_generation.engine.config import LocalConfig
 from intarsia_generation.engine.generator import LocalGenerator
-from intarsia_rl.contracts import Generated, Generator, Request, Sampling
+from intarsia_rl.contracts import Generated, Generator, PlacedMedia, Request, Sampling
 from intarsia_testing import GeneratorConformance
 from intarsia_testing.generator_double import CACHES, CachingGenerator, weights
 
@@ -56,16 +57,17 @@ class Alone(Kit):
         return asyncio.run(work())
 
 
+SHOWN = (PlacedMedia(Media("image", b"a"), 0), PlacedMedia(Media("image", b"b"), 1))
 SUBSETS = [stale for count in range(len(CACHES) + 1) for stale in itertools.combinations(CACHES, count)]
 
 
 @pytest.mark.parametrize("stale", SUBSETS, ids=lambda stale: " ".join(stale) or "none")
 def test_whichever_cache_outlives_its_weights_is_found(stale: tuple[str, ...]) -> None:
-    """Prefix, encoder and images: the same prompts before and after an update equal a fresh generator's exactly when every cache is keyed by version."""
+    """Prefix, encoder and media: the same prompts before and after an update equal a fresh generator's exactly when every cache is keyed by version."""
     generator, fresh, case = CachingGenerator(stale=stale), CachingGenerator(), Alone()
     asyncio.run(generator.update(weights(1, seed=5)))
     requests = [
-        Request(str(n), tokens, Sampling(4, temperature=0.0), images=(b"a", b"b")) for n, tokens in enumerate([(1, 2, 3), (7,), (1, 2, 9)])
+        Request(str(n), tokens, Sampling(4, temperature=0.0), media=SHOWN) for n, tokens in enumerate([(1, 2, 3), (7,), (1, 2, 9)])
     ]
     case.all_of(generator, requests)
     assert all(generator.hits.values())
@@ -96,7 +98,7 @@ def test_mixed_caches_of_running_requests(kit: Kit, monkeypatch: pytest.MonkeyPa
 
 
 def test_blocks_named_by_their_own_tokens_alone(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "name_of", lambda parent, tokens: repr(tokens).encode())
+    monkeypatch.setattr(scheduler, "name_of", lambda parent, tokens, shown: repr(tokens).encode())
     says(kit, "test_a_known_prefix_changes_nothing", "log-probabilities are the model's")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from intarsia.contracts.data import Media
+    from intarsia.contracts.data import Parts
 
 Boundary = Literal["model", "tool", "sandbox", "scorer", "environment"]
 
@@ -45,10 +45,10 @@ class ToolSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of an episode: text, or texts and media in turns. `tokens` are the exact ids where the policy generated it. `actor` names the policy in self-play. Stability: provisional."""
+    """One message of an episode: text, or texts and media in turns (a loop puts a medium's ids in its place before it renders them). `tokens` are the exact ids where the policy generated it. `actor` names the policy in self-play. Stability: provisional."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | tuple[str | Media, ...]
+    content: str | Parts
     tokens: tuple[int, ...] | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None

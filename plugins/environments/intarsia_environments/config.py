@@ -88,3 +88,6 @@ class CharactersConfig(TokenizerConfig):
     roles: tuple[str, ...] = chz.field(
         default=("system", "user", "assistant", "tool"), doc="Roles of conversations, in the order of their ids."
     )
+    specials: tuple[str, ...] = chz.field(
+        default=(), doc="Further special tokens, such as those that stand for images, in the order of their ids, the last ones."
+    )

@@ -43,4 +43,8 @@ def offer_recipes() -> Sequence[Entry]:
         ("alphabet_sort/debug", "alphabet_sort_debug", "A small model learns to sort in several turns from rewards."),
         ("code/debug", "code_debug", "A small model writes functions that tests judge."),
     )
-    return [Entry(name=name, target=f"intarsia_environments.recipes:{target}", doc=doc) for name, target, doc in rows]
+    found = [Entry(name=name, target=f"intarsia_environments.recipes:{target}", doc=doc) for name, target, doc in rows]
+    seeing = Entry(
+        name="drawn/debug", target="intarsia_environments.seeing:drawn_debug", doc="A small model learns to name what it sees from rewards."
+    )
+    return [*found, seeing]

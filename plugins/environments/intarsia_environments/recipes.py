@@ -13,6 +13,7 @@ from intarsia.config import (
     DataConfig,
     EnvironmentConfig,
     MixturePart,
+    ModelConfig,
     Recipe,
     TokenizerConfig,
     TrainConfig,
@@ -52,20 +53,21 @@ def small_model(tokenizer_ids: int) -> Llama3Config:
     )
 
 
-def _debug(
+def small_run(
     name: str,
     environment: EnvironmentConfig,
     tokenizer: TokenizerConfig,
-    ids: int,
+    model: ModelConfig,
     *,
     steps: int,
     groups: int = 16,
     group: int = 16,
     held_out: int = 64,
 ) -> Recipe:
+    """A run that learns from rewards by GRPO."""
     return Recipe(
         name=name,
-        model=small_model(ids),
+        model=model,
         data=DataConfig(
             loader=RolloutsConfig(
                 environment=environment,
@@ -95,17 +97,17 @@ def _debug(
 def alphabet_sort_debug() -> Recipe:
     """Sort two letters of eight, then a third one between them: two turns, a reward for every place."""
     environment = AlphabetSortConfig(letters=8, length=1, first=2, more=1, turns=2, separator="", instructions="")
-    return _debug("alphabet-sort-debug", environment, CharactersConfig(alphabet="abcdefgh"), 14, steps=250)
+    return small_run("alphabet-sort-debug", environment, CharactersConfig(alphabet="abcdefgh"), small_model(14), steps=250)
 
 
 def arithmetic_debug() -> Recipe:
     """Sums of five digits from 0 to 2."""
     environment = ArithmeticConfig(level=0, partial=0.1, instructions="")
-    return _debug("arithmetic-debug", environment, CharactersConfig(alphabet="0123456789+"), 17, steps=300)
+    return small_run("arithmetic-debug", environment, CharactersConfig(alphabet="0123456789+"), small_model(17), steps=300)
 
 
 def code_debug() -> Recipe:
     """Write the expression that a function returns; each try runs in the sandbox."""
     environment = CodeConfig(level=0, form="expression", turns=2, tests=4, instructions="", tokens=8)
     tokenizer = CharactersConfig(alphabet="x0123456789+-*() ")
-    return _debug("code-debug", environment, tokenizer, 23, steps=100, groups=4, group=4, held_out=8)
+    return small_run("code-debug", environment, tokenizer, small_model(23), steps=100, groups=4, group=4, held_out=8)

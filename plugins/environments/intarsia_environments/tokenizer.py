@@ -16,7 +16,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class CharacterTokenizer:
-    """The characters of an alphabet are ids from 0 on; then an id for every other character, the end of a turn, which also ends a text, and one marker for each role.
+    """The characters of an alphabet are ids from 0 on; then an id for every other character, the end of a turn, which also ends a text, one marker for each role, and the further special tokens.
 
     A conversation is, for each turn: the role's marker, the content, end of turn.
     """
@@ -24,7 +24,7 @@ class CharacterTokenizer:
     bos_id = None
 
     def __init__(self, config: CharactersConfig):
-        for name, items in (("alphabet", config.alphabet), ("roles", config.roles)):
+        for name, items in (("alphabet", config.alphabet), ("roles", config.roles), ("specials", config.specials)):
             twice = sorted({item for item in items if items.count(item) > 1})
             if twice:
                 raise UsageError(f"characters tokenizer: {name} names {', '.join(map(repr, twice))} twice.")
@@ -33,7 +33,9 @@ class CharacterTokenizer:
         self.unknown_id = len(self._ids)
         self.eos_id = self.pad_id = self.unknown_id + 1
         self.role_ids = {role: self.eos_id + 1 + number for number, role in enumerate(config.roles)}
-        self.vocab_size = self.eos_id + 1 + len(config.roles)
+        first = self.eos_id + 1 + len(config.roles)
+        self.special_ids = {text: first + number for number, text in enumerate(config.specials)}
+        self.vocab_size = first + len(config.specials)
         self.byte_lengths = [len(character.encode()) for character in config.alphabet] + [0] * (self.vocab_size - len(self._ids))
 
     def encode(self, text: str) -> list[int]:
@@ -50,8 +52,8 @@ class CharacterTokenizer:
         return "".join(dict.fromkeys(character for character in text if character not in self._ids))
 
     def special_id(self, text: str) -> int | None:
-        """None: it has no special tokens that are called anything."""
-        return None
+        """The id of one of the further special tokens."""
+        return self.special_ids.get(text)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[list[int], list[bool]]:
         """Ids of a conversation and their mask. It has no form for tools and their calls."""
@@ -59,5 +61,7 @@ class CharacterTokenizer:
         return render_turns("characters tokenizer", self.role_ids, self.eos_id, encode, messages, tools)
 
     def fingerprint(self) -> str:
-        """Over alphabet and roles."""
-        return hashlib.blake2b(f"characters 1 {self._characters!r} {tuple(self.role_ids)}".encode(), digest_size=16).hexdigest()
+        """Over alphabet, roles and special tokens."""
+        specials = f" {tuple(self.special_ids)}" if self.special_ids else ""
+        text = f"characters 1 {self._characters!r} {tuple(self.role_ids)}{specials}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

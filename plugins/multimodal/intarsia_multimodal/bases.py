@@ -1,11 +1,5 @@
 """The base of processors' settings. Torch-free. Stability: provisional."""
 
-from __future__ import annotations
+from intarsia_data.bases import ProcessorConfig
 
-import chz
-from intarsia.config.bases import Config
-
-
-@chz.chz(typecheck=True)
-class ProcessorConfig(Config):
-    """Settings of a processor."""
+__all__ = ["ProcessorConfig"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import chz
-from intarsia.config.bases import Config, DataSourceConfig, LoaderConfig
+from intarsia.config.bases import Config, DataSourceConfig, EnvironmentConfig, LoaderConfig
 from intarsia.errors import UsageError, did_you_mean
 
 from intarsia_multimodal.bases import ProcessorConfig
@@ -174,3 +174,39 @@ class DrawnConfig(DataSourceConfig):
         for name, least, most in (("documents", 1, 1 << 40), ("size", 24, 1024), ("noise", 0, 64)):
             if not least <= getattr(self, name) <= most:
                 raise UsageError(f"drawn.{name} is {getattr(self, name)}; it must be between {least} and {most}.")
+
+
+@chz.chz(typecheck=True)
+class DrawnTasksConfig(EnvironmentConfig):
+    """An image that the program draws, a question about it, an answer of a word or two. The reward is 1 for it, and less for what has some of its letters in their places."""
+
+    questions: tuple[str, ...] = chz.field(
+        default=("shape", "colour", "count", "digit"), doc=f"Kinds of questions, in turn: {', '.join(QUESTIONS)}."
+    )
+    ask: bool = chz.field(
+        default=True, doc="Write the question behind the image; false: the image alone, where there is one kind of question."
+    )
+    size: int = chz.field(default=32, doc="Pixels on a side.")
+    noise: int = chz.field(default=8, doc="Most grey levels by which a pixel is off; 0: none.")
+    tasks: int = chz.field(default=2000, doc="Tasks of the split train.")
+    held_out: int = chz.field(default=200, doc="Tasks of the split held_out. No scene is in both.")
+    seed: int = chz.field(default=0, doc="Other seeds draw other scenes.")
+    partial: float = chz.field(
+        default=0.3, doc="Reward of a wrong answer of which all letters but one are right; 0: the right answer alone is rewarded."
+    )
+    instructions: str = chz.field(default="Answer with one word.", doc="The system turn; empty: none.")
+    tokens: int | None = chz.field(
+        default=None, doc="Longest answer in tokens; none: the longest right answer's letters and one for its end."
+    )
+
+    @chz.validate
+    def _settings_fit(self) -> None:
+        wrong = {
+            f"partial is {self.partial}; it must be from 0 on and below 1, which is the right answer's reward": not 0 <= self.partial < 1,
+            f"tasks is {self.tasks} and held_out is {self.held_out}; each must be at least 1": min(self.tasks, self.held_out) < 1,
+            f"tokens is {self.tokens}; it must be at least 1, or none": self.tokens is not None and self.tokens < 1,
+            f"ask is false, and there are {len(self.questions)} kinds of questions, which nobody could tell apart": not self.ask
+            and len(self.questions) > 1,
+        }
+        if found := [text for text, is_wrong in wrong.items() if is_wrong]:
+            raise UsageError(f"drawn: {'; '.join(found)}.")

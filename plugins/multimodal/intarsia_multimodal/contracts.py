@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy
 from intarsia.contracts import Document, Media, Parts
@@ -96,3 +96,22 @@ class Processor(Protocol):
 
     def fingerprint(self) -> str:
         """Equal exactly when `prepare` and `load` behave the same, apart from the tokenizer."""
+
+
+def check_model(processor: Processor, model: Any) -> None:
+    """UsageError unless the processor's special tokens and the shape of its patches are those that the model's settings say."""
+    vision = getattr(model, "vision", None)
+    wrong = [
+        f"model.{name} is {theirs}, and the tokenizer's special token has the id {ours}"
+        for name, ours in processor.ids.items()
+        if (theirs := getattr(model, name, ours)) != ours
+    ]
+    wrong += [
+        f"model.vision.{name} is {theirs}, and the processor's {ours}"
+        for name, ours in processor.shape.items()
+        if (theirs := getattr(vision, name, ours)) != ours
+    ]
+    if wrong:
+        raise UsageError(
+            f"data.loader.processor is not that of the model: {'; '.join(wrong)}. Take the family's processor and tokenizer for this model."
+        )

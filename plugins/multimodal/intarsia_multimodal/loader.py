@@ -23,7 +23,7 @@ from intarsia_data.steps import StepLoader, order_settings, stream_key
 
 from intarsia_multimodal.batches import stack
 from intarsia_multimodal.config import MultimodalConfig
-from intarsia_multimodal.contracts import Processor
+from intarsia_multimodal.contracts import Processor, check_model
 from intarsia_multimodal.index import MediaIndex, Record, fit, open_index
 from intarsia_multimodal.making import Piece, Row
 from intarsia_multimodal.pool import Answer, Pool
@@ -33,6 +33,9 @@ from intarsia_multimodal.worker import Maker
 NAMED = 20
 """How many documents with bad media the facts name."""
 log = logging.getLogger("intarsia_multimodal")
+
+
+__all__ = ["MultimodalLoader", "build", "check_model"]
 
 
 def build(config: MultimodalConfig, recipe: Recipe, plugins: Any, rank: int, ranks: int, directory: Path, split: str) -> MultimodalLoader:
@@ -230,22 +233,3 @@ class MultimodalLoader(StepLoader):
             "fingerprint": f"{key_of(sorted(self._settings.items())):016x}", "samples_seen": self.samples,
             "bad_media_seen": sum(self.bad_media.values()), "bad_media_seen_first": list(self.bad_media)[:NAMED], "sources": sources,
         }  # fmt: skip
-
-
-def check_model(processor: Processor, model: Any) -> None:
-    """UsageError unless the processor's special tokens and the shape of its patches are those that the model's settings say."""
-    vision = getattr(model, "vision", None)
-    wrong = [
-        f"model.{name} is {theirs}, and the tokenizer's special token has the id {ours}"
-        for name, ours in processor.ids.items()
-        if (theirs := getattr(model, name, ours)) != ours
-    ]
-    wrong += [
-        f"model.vision.{name} is {theirs}, and the processor's {ours}"
-        for name, ours in processor.shape.items()
-        if (theirs := getattr(vision, name, ours)) != ours
-    ]
-    if wrong:
-        raise UsageError(
-            f"data.loader.processor is not that of the model: {'; '.join(wrong)}. Take the family's processor and tokenizer for this model."
-        )

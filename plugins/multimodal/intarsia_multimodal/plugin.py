@@ -69,6 +69,19 @@ def offer_data_sources() -> Sequence[Entry]:
 
 
 @hookimpl
+def offer_environments() -> Sequence[Entry]:
+    """The environment."""
+    return [
+        Entry(
+            name="drawn",
+            config="intarsia_multimodal.config:DrawnTasksConfig",
+            target="intarsia_multimodal.environment:build",
+            doc="Questions on images that the program draws, one turn: what a policy that sees can learn in minutes.",
+        )
+    ]
+
+
+@hookimpl
 def offer_commands() -> Sequence[Entry]:
     """The command."""
     return [

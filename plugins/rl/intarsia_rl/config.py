@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import chz
 from intarsia.config.bases import Config, EnvironmentConfig, LoaderConfig
+from intarsia_data.bases import ProcessorConfig
 
 from intarsia_rl.bases import GeneratorConfig, ProcessLauncherConfig, RendererConfig, RoutingConfig, WeightTransportConfig
 
@@ -45,6 +46,9 @@ class RolloutsConfig(LoaderConfig):
     launcher: ProcessLauncherConfig = chz.field(doc="What starts these processes.")
     routing: RoutingConfig = chz.field(doc="Which generator gets a request.")
     renderer: RendererConfig = chz.field(doc="Turns to tokens and back.")
+    processor: ProcessorConfig | None = chz.field(
+        default=None, doc="What makes tokens and patches of an environment's images and video (patches); none: it shows none."
+    )
     weights: WeightTransportConfig = chz.field(doc="How weights get to the generators.")
     sampling: SamplingConfig = chz.field(default_factory=SamplingConfig, doc="How tokens are chosen.")
     held_out: HeldOutConfig = chz.field(default_factory=HeldOutConfig, doc="Evaluation.")

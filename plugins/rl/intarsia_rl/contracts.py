@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from intarsia.contracts import ToolSpec, Turn
+from intarsia.contracts import Media, ToolSpec, Turn
 from intarsia.contracts.environment import Boundary
 
 # ---------------------------------------------------------------- generation
@@ -38,11 +38,19 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PlacedMedia:
+    """An image or a video in a run of tokens: its block, as the run's processor writes it, begins at token `at`. Placeholders elsewhere are tokens like any other. Stability: provisional."""
+
+    media: Media
+    at: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """One completion that is asked for. Stability: provisional.
 
     `tokens` is the whole prompt. `forced` are tokens that are taken in place of chosen ones, in order (scoring; `sampling.max_tokens` is then their number). `routes`: report the
-    experts. `priority`: lower is served earlier; equal ones in the order of arrival. `images` are what multimodal prompts refer to.
+    experts. `priority`: lower is served earlier; equal ones in the order of arrival. `media`: images and video, in order, in prompt and forced tokens.
     """
 
     id: str
@@ -51,7 +59,7 @@ class Request:
     forced: tuple[int, ...] = ()
     routes: bool = False
     priority: int = 0
-    images: tuple[bytes, ...] = ()
+    media: tuple[PlacedMedia, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +91,7 @@ class Generated:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GeneratorFacts:
-    """What a generator is. `max_tokens`: prompt and completion together; `capabilities` of: forced, routes, images, invariant. Stability: provisional."""
+    """What a generator is. `max_tokens`: prompt and completion together; `capabilities` of: forced, routes, media, invariant. Stability: provisional."""
 
     name: str
     vocab_size: int
@@ -208,6 +216,7 @@ class Renderer(Protocol):
     """Turns to tokens, and generated tokens to a turn; never the same twice. Built by `target(config, tokenizer)`. Torch-free where its tokenizer is. Stability: provisional.
 
     A template may rewrite what it rendered before (drop reasoning of earlier turns): `extend` then gives None, and the loop begins a new segment by `begin`.
+    Where the run has a processor, a turn's content may hold token ids between texts, in the place of media: they are taken as they are.
     """
 
     stop_ids: tuple[int, ...]
@@ -230,7 +239,7 @@ class Renderer(Protocol):
 class Segment:
     """A run of tokens that was one context of the policy. Stability: provisional.
 
-    For each token: whether it is `trained` (the policy generated it), its `log_probs` and `versions` (0.0 and -1 where it did not). `actor` names the policy.
+    For each token: whether it is `trained` (the policy generated it), its `log_probs` and `versions` (0.0 and -1 where it did not). `actor` names the policy; `media` are those that it saw.
     """
 
     tokens: tuple[int, ...]
@@ -239,6 +248,7 @@ class Segment:
     versions: tuple[int, ...]
     routes: Routes | None = None
     actor: str = "policy"
+    media: tuple[PlacedMedia, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from intarsia.contracts import IGNORE, Batch
+from intarsia.contracts import IGNORE, Batch, Media
 from intarsia_data.batches import Row, padding_of, stack
 
 from intarsia_rl.contracts import Sample, Segment
 from intarsia_rl.controller.rollout import POLICY
+from intarsia_rl.media import prepared
+
+if TYPE_CHECKING:
+    from intarsia_multimodal.contracts import Processor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +48,14 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Sizes of rows, and what is in them."""
+    """Sizes of rows, and what is in them. With a `processor` batches have what a model sees, be it nothing."""
 
     row: int
     micro_batch: int
     pad_id: int
     reference: bool = False
     routes: bool = False
+    processor: Processor | None = None
 
 
 def pieces_of(samples: Sequence[Weighed]) -> list[Piece]:
@@ -150,9 +155,42 @@ def _stack(rows: Sequence[Sequence[Piece]], packing: Packing, numbers: Mapping[s
     if choices is not None:
         extra["routes_BSLK"] = torch.from_numpy(choices)
     counted = sum(piece.count for pieces in rows for piece in pieces)
-    return dataclasses.replace(
-        stack(made, size), extra={**extra, **padding_of(made, size), **numbers, "pieces": tuple(places), "count": counted}
-    )
+    batch = stack(made, size)
+    if packing.processor is not None:
+        extra |= shown(rows, batch.positions_BS, packing.processor)
+    return dataclasses.replace(batch, extra={**extra, **padding_of(made, size), **numbers, "pieces": tuple(places), "count": counted})
+
+
+def shown(rows: Sequence[Sequence[Piece]], positions_BS: torch.Tensor, processor: Processor) -> dict[str, Any]:
+    """What a model sees of these rows, by the names of `Batch.extra`: `positions_3BS`, `visual_BS`, `patches_NC` (no rows where nothing is shown, so that all ranks run the tower) and `grids`."""
+    positions_3BS = positions_BS.expand(3, *positions_BS.shape).clone()
+    visual_BS = torch.full_like(positions_BS, -1)
+    patches: list[numpy.ndarray] = [numpy.zeros((0, processor.patch_values), numpy.float32)]
+    grids: list[tuple[int, int, int]] = []
+    # Tries at one task show the same.
+    loaded: dict[Media, numpy.ndarray] = {}
+    seen = 0
+    for row, pieces in enumerate(rows):
+        at = 0
+        for piece in pieces:
+            if piece.segment.media:
+                found = prepared(piece.segment.tokens, piece.segment.media, processor)
+                positions_3BS[:, row, at : at + len(piece)] = torch.from_numpy(found.positions_3N)
+                for slot in found.media:
+                    if slot.media not in loaded:
+                        loaded[slot.media] = processor.load(slot)
+                    patches.append(loaded[slot.media])
+                    grids.append(slot.grid)
+                    for first, count in slot.spans:
+                        visual_BS[row, at + first : at + first + count] = torch.arange(seen, seen + count)
+                        seen += count
+            at += len(piece)
+    return {
+        "positions_3BS": positions_3BS,
+        "visual_BS": visual_BS,
+        "patches_NC": torch.from_numpy(numpy.concatenate(patches)),
+        "grids": tuple(grids),
+    }
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

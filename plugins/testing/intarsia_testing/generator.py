@@ -18,9 +18,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from intarsia.contracts import Media
 from intarsia.errors import IntarsiaError, NumericsError, UsageError
 from intarsia.plugins import current
-from intarsia_rl.contracts import Generated, Generator
+from intarsia_rl.contracts import Generated, Generator, PlacedMedia
 
 from intarsia_testing.generator_case import GeneratorCase
 from intarsia_testing.promise import broken, keep
@@ -47,7 +48,7 @@ class GeneratorConformance(GeneratorCase):
         keep("facts", facts.vocab_size == stage.recipe.model.vocab_size, f"facts.vocab_size is {facts.vocab_size}.")
         keep("facts", facts.max_tokens >= 64, f"facts.max_tokens is {facts.max_tokens}; the kit needs 64 or more.")
         keep("facts", facts.max_sequences >= 1, f"facts.max_sequences is {facts.max_sequences}.")
-        unknown = set(facts.capabilities) - {"forced", "routes", "images", "invariant"}
+        unknown = set(facts.capabilities) - {"forced", "routes", "media", "invariant"}
         keep("facts", not unknown, f"facts.capabilities has {sorted(unknown)}, which mean nothing.")
         keep(
             "facts",
@@ -307,8 +308,9 @@ class GeneratorConformance(GeneratorCase):
         stage, generator = self.stage(), self.stage().main()
         prompts = self.prompts()
         requests = [self.request(prompt) for prompt in prompts]
-        if "images" in generator.facts.capabilities:
-            requests.append(dataclasses.replace(self.request(prompts[0]), images=self.images()))
+        if "media" in generator.facts.capabilities:
+            tokens, media = self.shown()
+            requests.append(dataclasses.replace(self.request(tokens), media=media))
         before = self.all_of(generator, [self.again(request) for request in requests])
         stage.run(generator.update(stage.publish(SEEDS[0])))
         after = self.against_fresh(generator, stage.fresh(SEEDS[0]), requests)
@@ -533,8 +535,8 @@ class GeneratorConformance(GeneratorCase):
         }
         if "forced" in facts.capabilities:
             cases["a forced token outside of the vocabulary"] = self.request(prompt, forced=(facts.vocab_size,))
-        if "images" not in facts.capabilities:
-            cases["images"] = dataclasses.replace(self.request(prompt), images=(b"",))
+        if "media" not in facts.capabilities:
+            cases["media"] = dataclasses.replace(self.request(prompt), media=(PlacedMedia(Media("image", b""), 0),))
         for words, request in cases.items():
             self.refused("impossible requests", generator, request, words)
         longest = self.request(prompt, max_tokens=facts.max_tokens - len(prompt))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from intarsia.config import Recipe
 from intarsia.errors import UsageError
 from intarsia.plugins import current
-from intarsia_rl.contracts import Generated, Generator, GeneratorContext, GeneratorStats, Request, Sampling, WeightVersion
+from intarsia_rl.contracts import Generated, Generator, GeneratorContext, GeneratorStats, PlacedMedia, Request, Sampling, WeightVersion
 
 from intarsia_testing.base import Conformance
 from intarsia_testing.generator_stage import Stage
@@ -151,9 +151,9 @@ class GeneratorCase(Conformance):
             broken(promise, f"{words} raises {type(error).__name__} ({error}), not UsageError.")
         broken(promise, f"{words} is served.")
 
-    def images(self) -> tuple[bytes, ...]:
-        """What the first prompt refers to, for generators with the capability `images`."""
-        broken("images", f"{type(self).__name__} gives no images for a generator that serves them: override `images`.")
+    def shown(self) -> tuple[tuple[int, ...], tuple[PlacedMedia, ...]]:
+        """A prompt with images or video, for generators with the capability `media`: its tokens, and the media in it."""
+        broken("media", f"{type(self).__name__} gives no media for a generator that serves them: override `shown`.")
 
     def again(self, request: Request) -> Request:
         """The same request, with another id."""
@@ -164,7 +164,9 @@ class GeneratorCase(Conformance):
         expected = self.all_of(fresh, [self.again(request) for request in requests])
         found = self.all_of(generator, [self.again(request) for request in requests])
         for request, one, other in zip(requests, expected, found, strict=True):
-            words = f"a prompt of {len(request.tokens)} tokens{' and images' if request.images else ''}, in a fresh generator and after an update"
+            words = (
+                f"a prompt of {len(request.tokens)} tokens{' and media' if request.media else ''}, in a fresh generator and after an update"
+            )
             self.same("caches belong to a version", one, other, words)
         return found
 

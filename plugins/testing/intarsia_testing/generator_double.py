@@ -1,6 +1,6 @@
 """A generator that is nothing but its caches, for tests of what must be dropped with weights. Torch-free.
 
-Its policy is arithmetic: a token's state follows from the state before it, the token's encoding and the images', all of them under the weights of a version, which are one number
+Its policy is arithmetic: a token's state follows from the state before it, the token's encoding and the media's, all of them under the weights of a version, which are one number
 (`weights(version, seed)`). So every wrong entry of a cache shows in every later token.
 """
 
@@ -12,10 +12,11 @@ import hashlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
+from intarsia.contracts import Media
 from intarsia.errors import UsageError
 from intarsia_rl.contracts import Generated, GeneratorFacts, GeneratorStats, Request, WeightVersion
 
-CACHES = ("prefix", "encoder", "images")
+CACHES = ("prefix", "encoder", "media")
 
 
 def weights(version: int, seed: int) -> WeightVersion:
@@ -24,10 +25,10 @@ def weights(version: int, seed: int) -> WeightVersion:
 
 
 class CachingGenerator:
-    """An `intarsia_rl.contracts.Generator` with three caches: states of prefixes, encodings of tokens, encodings of images. Each is keyed by version, but those that are named `stale`."""
+    """An `intarsia_rl.contracts.Generator` with three caches: states of prefixes, encodings of tokens, encodings of media. Each is keyed by version, but those that are named `stale`."""
 
     def __init__(self, vocab_size: int = 64, stale: Collection[str] = ()) -> None:
-        self.facts = GeneratorFacts("caching", vocab_size, 1024, 64, ("images",))
+        self.facts = GeneratorFacts("caching", vocab_size, 1024, 64, ("media",))
         self.stale = frozenset(stale)
         self.version, self._seed = -1, 0
         self.hits = dict.fromkeys(CACHES, 0)
@@ -42,7 +43,7 @@ class CachingGenerator:
         log_probs = []
         for _ in range(request.sampling.max_tokens):
             await asyncio.sleep(0)
-            state = self._state(tuple(tokens), request.images)
+            state = self._state(tuple(tokens), tuple(each.media for each in request.media))
             tokens.append(state % self.facts.vocab_size)
             log_probs.append(-(1 + state % 9973) / 9973)
             if on_tokens is not None:
@@ -51,15 +52,15 @@ class CachingGenerator:
         self._generated += len(made)
         return Generated(request.id, made, tuple(log_probs), (self.version,) * len(made), "length")
 
-    def _state(self, tokens: tuple[int, ...], images: tuple[bytes, ...]) -> int:
+    def _state(self, tokens: tuple[int, ...], media: tuple[Media, ...]) -> int:
         """What is known behind these tokens."""
         state = self._seed
-        for image in images:
-            state = _mixed(state, self._cached("images", image, functools.partial(_mixed, self._seed, image)))
+        for each in media:
+            state = _mixed(state, self._cached("media", each, functools.partial(_mixed, self._seed, each.data)))
         for end in range(1, len(tokens) + 1):
             token, before = tokens[end - 1], state
             encoded = self._cached("encoder", token, functools.partial(_mixed, self._seed, "encoder", token))
-            state = self._cached("prefix", (images, tokens[:end]), functools.partial(_mixed, self._seed, before, encoded))
+            state = self._cached("prefix", (media, tokens[:end]), functools.partial(_mixed, self._seed, before, encoded))
         return state
 
     def _cached(self, cache: str, key: Any, make: Callable[[], int]) -> int:

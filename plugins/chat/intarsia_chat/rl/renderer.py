@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from intarsia.contracts import Message, Tokenizer, ToolSpec, Turn
+from intarsia.contracts import Media, Message, Tokenizer, ToolSpec, Turn
 from intarsia.errors import UsageError
 from intarsia_rl.contracts import Finish
 
@@ -50,9 +50,13 @@ class TemplateRenderer:
         return Turn("assistant", text[:end] + content, tokens=tuple(tokens), tool_calls=calls)
 
     def _message(self, turn: Turn, number: int) -> Message:
-        if not isinstance(turn.content, str) and not all(isinstance(part, str) for part in turn.content):
-            raise UsageError(f"template renderer: turn {number + 1} holds an image, and this renderer knows text only.")
-        content = turn.content if isinstance(turn.content, str) else "".join(map(str, turn.content))
+        content = turn.content
+        if not isinstance(content, str) and any(isinstance(part, Media) for part in content):
+            raise UsageError(
+                f"template renderer: turn {number + 1} holds an image, and this renderer takes ids. Set data.loader.processor, which makes them."
+            )
+        if not isinstance(content, str) and all(isinstance(part, str) for part in content):
+            content = "".join(map(str, content))
         if turn.role == "assistant" and turn.tokens is not None:
             # The ids stand for the calls as well; the template only sees that there are some.
             content = self._conversation.text_of(turn.tokens)

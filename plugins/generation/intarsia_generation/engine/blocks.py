@@ -1,7 +1,7 @@
 """Which block of the caches holds what. Torch-free.
 
 A block holds the entries of `size` consecutive tokens of one sequence, in every cache of the model at once. Full blocks have a name: a digest of the weights' version and of all tokens up to the
-block's end, so that equal names mean equal content. Blocks of a name are shared and never written again; a block that is not full belongs to one request.
+block's end, and of the images and video in them, so that equal names mean equal content. Blocks of a name are shared and never written again; a block that is not full belongs to one request.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def root(version: int) -> bytes:
     return hashlib.sha256(f"weights {version}".encode()).digest()
 
 
-def name_of(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of a full block of these tokens, behind the block or root `parent`."""
-    return hashlib.sha256(parent + array.array("q", tokens).tobytes()).digest()
+def name_of(parent: bytes, tokens: Sequence[int], shown: bytes = b"") -> bytes:
+    """The name of a full block of these tokens, behind the block or root `parent`; `shown` says which images and video stand in it, and where."""
+    return hashlib.sha256(parent + array.array("q", tokens).tobytes() + shown).digest()
 
 
 class BlockPool:

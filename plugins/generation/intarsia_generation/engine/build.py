@@ -16,6 +16,7 @@ from intarsia.layout import DTYPE_BYTES
 from intarsia_rl.contracts import GeneratorContext, GeneratorFacts
 from intarsia_rl.invariant.check import cut_text, kernel_problems
 from intarsia_rl.invariant.transform import batch_invariant
+from intarsia_rl.media import processor_of
 from intarsia_rl.weights.build import build_model, fill_initial
 from intarsia_rl.weights.fill import fill, filled_version
 from torch import nn
@@ -37,8 +38,14 @@ GPU_CACHE_SHARE = 0.6
 def build(config: LocalConfig, context: GeneratorContext) -> LocalGenerator:
     """The generator of a run. Its weights are unfilled unless `context.initial`. With `tensor` above 1 this process is the first of its ranks, and starts the others."""
     recipe, plugins = context.recipe, context.plugins
+    processor = processor_of(recipe.data, recipe.model, plugins)
     team = None
     if config.tensor > 1:
+        if processor is not None:
+            raise UsageError(
+                f"generator.tensor={config.tensor}: a generator that is cut over processes serves text alone, and the run has data.loader.processor. Use generator.tensor=1, and more generators "
+                "(data.loader.generators)."
+            )
         if context.invariant:
             raise UsageError(f"The generator cannot be batch-invariant: {cut_text(config.tensor)}")
         from intarsia_generation.engine.ranks import Team
@@ -59,9 +66,10 @@ def build(config: LocalConfig, context: GeneratorContext) -> LocalGenerator:
         )
         if context.initial:
             engine.begin(0)
-        capabilities = ["forced", *(["routes"] if has_routers(model) else []), *(["invariant"] if context.invariant else [])]
+        has = {"routes": has_routers(model), "media": processor is not None, "invariant": context.invariant}
+        capabilities = ["forced", *(name for name, is_there in has.items() if is_there)]
         facts = GeneratorFacts("local", recipe.model.vocab_size, made.sizes.max_tokens, made.sizes.max_sequences, tuple(capabilities))
-        return LocalGenerator(engine, facts, functools.partial(plugins.build, recipe.data.tokenizer))
+        return LocalGenerator(engine, facts, functools.partial(plugins.build, recipe.data.tokenizer), processor)
     except BaseException:
         if team is not None:
             team.kill()

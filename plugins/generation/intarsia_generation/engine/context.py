@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -105,6 +105,7 @@ class PagedContext:
 
     positions_BS: Tensor
     attention: Callable[..., Tensor] | None
+    extra: Mapping[str, Any]
 
     def __init__(
         self,
@@ -130,6 +131,7 @@ class PagedContext:
         self._groups: list[Group] = []
         self.slots_N = torch.zeros(0, dtype=torch.int64, device=device)
         self.attention = None
+        self.extra = {}
 
     def clear(self) -> None:
         """Zeros everywhere: numbers that are not finite would spoil sums even where their weight is 0."""
@@ -138,8 +140,9 @@ class PagedContext:
 
     # ------------------------------------------------------------ announcing tokens
 
-    def begin(self, chunks: Sequence[Piece]) -> Tensor:
-        """Tokens [B, S] for the model, of chunks that are all `decode` or none is. They lie in the order of `chunks`, which `arranged` gives."""
+    def begin(self, chunks: Sequence[Piece], extra: Mapping[str, Any] | None = None) -> Tensor:
+        """Tokens [B, S] for the model, of chunks that are all `decode` or none is. They lie in the order of `chunks`, which `arrangement` gives. `extra` is what the model is shown beside them: of tokens in
+        a line `positions_3N` and `visual_N`, and `features` (`sight.extra_of`)."""
         in_rows = chunks[0].decode and not self.line
         tokens: list[int] = []
         positions: list[int] = []
@@ -159,7 +162,15 @@ class PagedContext:
         # Where rows of the call are not rows of the groups, latents are handed out in a line and this context knows who sees what.
         is_plain = in_rows or (not others and first.sequences == 1)
         self.attention = None if is_plain else self._attention_over_line
+        self.extra = {} if extra is None else self._arranged(extra, in_rows)
         return tokens_N[:, None] if in_rows else tokens_N[None]
+
+    @staticmethod
+    def _arranged(extra: Mapping[str, Any], in_rows: bool) -> Mapping[str, Any]:
+        """What is given of tokens in a line, as they lie in the call."""
+        lines = {f"{name[:-1]}BS": extra[name] for name in ("positions_3N", "visual_N") if name in extra}
+        arranged = {name: line[..., None] if in_rows else line.unsqueeze(-2) for name, line in lines.items()}
+        return {**{name: value for name, value in extra.items() if not name.endswith("N")}, **arranged}
 
     def _update_table(self, chunk: Piece) -> None:
         blocks, row = chunk.blocks, chunk.row

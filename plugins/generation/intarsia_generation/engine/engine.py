@@ -26,6 +26,7 @@ from intarsia_generation.engine.request import Job
 from intarsia_generation.engine.routes import routes_of
 from intarsia_generation.engine.runner import Runner
 from intarsia_generation.engine.scheduler import Chunk, Scheduler
+from intarsia_generation.engine.sight import Eyes
 from intarsia_generation.engine.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Engine:
             logger.info("The prefix cache is off: %s keeps states, of which no past one is there to begin from", type(model).__name__)
         self.scheduler = Scheduler(self.pool, sizes.max_sequences, sizes.max_batch_tokens, shares, self._note_routes)
         self.context, self.routes = self.runner.context, self.runner.routes
+        self.eyes = Eyes(model, device)
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.busy_s = 0.0
 
@@ -141,6 +143,7 @@ class Engine:
     def begin(self, version: int) -> None:
         """The model has the weights of this version."""
         self.scheduler.set_version(version)
+        self.eyes.forget()
         self.version = version
 
     # ------------------------------------------------------------ a step
@@ -188,7 +191,7 @@ class Engine:
 
     def _computed(self, chunks: Sequence[Chunk], rows: Sequence[Row], unsound: list[Job]) -> Tensor:
         """Run the model on chunks of one kind; the hidden states of `rows`, those that decide something."""
-        hidden_ND = self.runner.hidden(chunks)
+        hidden_ND = self.runner.hidden(chunks, self.eyes.extra_of(chunks))
         for chunk in chunks:
             self.prompt_tokens += max(0, min(chunk.end, chunk.job.prompt) - chunk.start)
         if len(rows) < hidden_ND.shape[0]:
@@ -228,6 +231,7 @@ class Engine:
         if self.team is not None:
             self.team.clear()
         self.runner.clear()
+        self.eyes.forget()
 
     # ------------------------------------------------------------ routes
 

@@ -18,6 +18,7 @@ from intarsia_rl.contracts import Generated, GeneratorFacts, GeneratorStats, Req
 
 from intarsia_generation.engine.engine import Engine
 from intarsia_generation.engine.request import Job
+from intarsia_generation.engine.sight import Sight, look
 
 logger = logging.getLogger("intarsia.generation")
 
@@ -36,11 +37,16 @@ class _Drain:
 class LocalGenerator:
     """A `Generator` over an Engine. Stability: provisional.
 
-    `tokenizer` makes the one that finds stop texts, when the first request has some. Requests that come before there are weights wait for them.
+    `tokenizer` makes the one that finds stop texts, when the first request has some. `processor` makes patches of what requests show (None: they show nothing). Requests that come
+    before there are weights wait for them.
     """
 
-    def __init__(self, engine: Engine, facts: GeneratorFacts, tokenizer: Callable[[], Tokenizer] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, facts: GeneratorFacts, tokenizer: Callable[[], Tokenizer] | None = None, processor: Any = None
+    ) -> None:
         self.facts = facts
+        self._processor = processor
+        self._loading: dict[str, bool] = {}
         self._engine, self._make_tokenizer = engine, tokenizer
         self._tokenizer: Tokenizer | None = None
         self._ids: set[str] = set()
@@ -63,21 +69,27 @@ class LocalGenerator:
             if on_tokens is not None:
                 _in_loop(loop, on_tokens, tokens)
 
-        tokenizer = self._stop_tokenizer() if request.sampling.stop else None
-        job = Job(request, next(self._arrivals), tokenizer, lambda result: _in_loop(loop, _settle, future, result), tell)
+        tokenizer, arrival = self._stop_tokenizer() if request.sampling.stop else None, next(self._arrivals)
         self._ids.add(request.id)
         try:
+            sight = await self._look(request) if request.media else None
+            job = Job(request, arrival, tokenizer, lambda result: _in_loop(loop, _settle, future, result), tell, sight)
+            if self._loading.pop(request.id, False):
+                return job.result("abort", None)
             self._commands.put(lambda: self._engine.add(job))
-            return await future
-        except asyncio.CancelledError:
-            self._commands.put(lambda: self._engine.drop(job))
-            raise
+            try:
+                return await future
+            except asyncio.CancelledError:
+                self._commands.put(lambda: self._engine.drop(job))
+                raise
         finally:
             self._ids.discard(request.id)
 
     async def abort(self, requests: Sequence[str] | None = None) -> None:
         """See the contract."""
         wanted = None if requests is None else frozenset(requests)
+        for waits in self._loading:
+            self._loading[waits] |= wanted is None or waits in wanted
 
         def end() -> None:
             for job in self._engine.jobs:
@@ -127,6 +139,18 @@ class LocalGenerator:
         if self._closed:
             raise UsageError(f"Request {request.id!r}: the generator is closed.")
         check(request, self.facts, self._ids)
+
+    async def _look(self, request: Request) -> Sight:
+        """Load what a request shows, beside the loop; an abort that comes meanwhile is noted in `_loading`. UsageError for what cannot be used."""
+        self._loading[request.id] = False
+        try:
+            sight = await asyncio.to_thread(look, request, self._processor)
+            if self._closed:
+                raise UsageError(f"Request {request.id!r}: the generator was closed.")
+            return sight
+        except BaseException:
+            self._loading.pop(request.id, None)
+            raise
 
     def _stop_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -212,7 +236,8 @@ def check(request: Request, facts: GeneratorFacts, ids: Container[str]) -> None:
     wrong = {
         "another request of this id has not ended yet: give each an id of its own": request.id in ids,
         "the prompt is empty: give at least one token": not request.tokens,
-        f"it has images, and the generator {facts.name!r} serves text alone": bool(request.images),
+        f"it has images or video, and the generator {facts.name!r} serves text alone": bool(request.media)
+        and "media" not in facts.capabilities,
         "it asks for the experts that routers choose, and this model has none": request.routes and "routes" not in facts.capabilities,
         f"token {next(iter(bad), None)} is not in the model's vocabulary of {facts.vocab_size}": bool(bad),
         f"it forces {forced} tokens, and sampling.max_tokens is {sampling.max_tokens}": forced > sampling.max_tokens,

@@ -6,12 +6,15 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from intarsia.contracts import Tokenizer
 from intarsia_rl.contracts import Finish, Generated, Request, Routes, Sampling
 
 from intarsia_generation.text import IncrementalText
+
+if TYPE_CHECKING:
+    from intarsia_generation.engine.sight import Sight
 
 OnTokens = Callable[[Sequence[int]], None]
 OnEnd = Callable[[Generated | BaseException], None]
@@ -27,13 +30,19 @@ class Job:
     """A request, what it has so far, and where its caches are.
 
     `tokens` are all that are known: prompt, forced and chosen ones. The caches hold the first `computed` of them, in `blocks`. `log_probs` and `versions` say which tokens behind the
-    prompt are decided.
+    prompt are decided. `sight` is what it shows, None where that is nothing.
     """
 
     def __init__(
-        self, request: Request, arrival: int, tokenizer: Tokenizer | None, on_end: OnEnd, on_tokens: OnTokens | None = None
+        self,
+        request: Request,
+        arrival: int,
+        tokenizer: Tokenizer | None,
+        on_end: OnEnd,
+        on_tokens: OnTokens | None = None,
+        sight: Sight | None = None,
     ) -> None:
-        self.request, self.arrival = request, arrival
+        self.request, self.arrival, self.sight = request, arrival, sight
         self.on_end, self.on_tokens = on_end, on_tokens
         self.tokens: list[int] = [*request.tokens, *request.forced]
         self.prompt = len(request.tokens)
@@ -57,6 +66,10 @@ class Job:
     def order(self) -> tuple[int, int]:
         """Who comes first: the lower priority, then the earlier arrival."""
         return self.request.priority, self.arrival
+
+    def shown(self, start: int, end: int) -> bytes:
+        """Which images and video stand in tokens `start` to `end`, and where."""
+        return b"" if self.sight is None else self.sight.key(start, end)
 
     @property
     def begun(self) -> bool:

@@ -5,7 +5,7 @@ Shape suffixes: N tokens or rows in a line, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,9 +45,9 @@ class Runner:
         )
         self.routes = RouteCache(model, (sizes.blocks + 1) * sizes.block)
 
-    def hidden(self, pieces: Sequence[Piece]) -> Tensor:
-        """Run the model on pieces of which all are `decode` or none is; hidden states [N, D] of their tokens, one piece behind the other."""
-        tokens_BS = self.context.begin(pieces)
+    def hidden(self, pieces: Sequence[Piece], extra: Mapping[str, Any] | None = None) -> Tensor:
+        """Run the model on pieces of which all are `decode` or none is; hidden states [N, D] of their tokens, one piece behind the other. `extra`: see the context's `begin`."""
+        tokens_BS = self.context.begin(pieces, extra)
         rows, length = tokens_BS.shape
         whole: Callable[[Tensor], Tensor] | None = None
         if self.parts is not None:

@@ -136,7 +136,7 @@ class Scheduler:
         """Full blocks of others that hold what this request begins with. The token before the first undecided one has to be computed: from it the next is chosen."""
         size, parent = self.pool.size, self._root
         for start in range(0, (job.decided - 1) // size * size if self.prefix_cache else 0, size):
-            parent = name_of(parent, job.tokens[start : start + size])
+            parent = name_of(parent, job.tokens[start : start + size], job.shown(start, start + size))
             block = self.pool.find(parent)
             if block is None:
                 return
@@ -174,7 +174,8 @@ class Scheduler:
         size = self.pool.size
         for number in range(len(job.names), job.computed // size if self.prefix_cache else 0):
             parent = job.names[-1] if job.names else self._root
-            job.names.append(name_of(parent, job.tokens[number * size : (number + 1) * size]))
+            start, end = number * size, (number + 1) * size
+            job.names.append(name_of(parent, job.tokens[start:end], job.shown(start, end)))
             self.pool.name(job.blocks[number], job.names[-1])
 
     def _give_up(self, job: Job) -> None:

@@ -129,8 +129,8 @@ async def _score(generators: Generators, segment: Segment, name: str) -> tuple[t
         return tuple(values), set()
     first = segment.trained.index(True)
     last = len(segment.trained) - segment.trained[::-1].index(True)
-    forced = segment.tokens[first:last]
-    request = Request(name, segment.tokens[:first], Sampling(len(forced)), forced=forced)
+    forced, media = segment.tokens[first:last], tuple(each for each in segment.media if each.at < last)
+    request = Request(name, segment.tokens[:first], Sampling(len(forced)), forced=forced, media=media)
     made: Generated = await generators.generate(request)
     check_generated(made, request)
     if made.tokens != forced:

@@ -11,11 +11,12 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from intarsia.contracts import Observation, StepResult, Task, ToolSpec, Turn
+from intarsia.contracts import Media, Observation, StepResult, Task, ToolSpec, Turn
 from intarsia.contracts.environment import EnvironmentFailure, Episode
-from intarsia.errors import IntarsiaError, NumericsError
+from intarsia.errors import IntarsiaError, NumericsError, UsageError
 
-from intarsia_rl.contracts import Failure, Finish, Generated, ProcessDied, Renderer, Request, Routes, Sample, Sampling, Segment
+from intarsia_rl import media
+from intarsia_rl.contracts import Failure, Finish, Generated, PlacedMedia, ProcessDied, Renderer, Request, Routes, Sample, Sampling, Segment
 from intarsia_rl.controller.protocols import EnvironmentFacts, Generators, Workers
 from intarsia_rl.controller.seeds import seed_of
 
@@ -27,7 +28,8 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is the same for all tries. `sampling`'s seed and number of tokens are set for each request. `row` is the most tokens of a segment."""
+    """What is the same for all tries. `sampling`'s seed and number of tokens are set for each request. `row` is the most tokens of a segment. `processor` makes tokens of images and
+    video (None: there are none)."""
 
     seed: int
     sampling: Sampling
@@ -35,6 +37,7 @@ class Rules:
     attempts: int = 3
     timeout_s: float = 600.0
     routes: bool = False
+    processor: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +53,8 @@ class Try:
 class SegmentBuilder:
     """A segment that grows. `covered` tokens have their routes in `routes`."""
 
-    def __init__(self, actor: str, prompt: Sequence[int]):
-        self.actor, self.tokens = actor, list(prompt)
+    def __init__(self, actor: str, prompt: Sequence[int], shown: Sequence[PlacedMedia] = ()):
+        self.actor, self.tokens, self.media = actor, list(prompt), list(shown)
         self.trained = [False] * len(self.tokens)
         self.log_probs = [0.0] * len(self.tokens)
         self.versions = [-1] * len(self.tokens)
@@ -59,9 +62,10 @@ class SegmentBuilder:
         self._routes_shape = (0, 0)
         self._covered = 0
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens that the policy did not generate."""
+    def extend(self, tokens: Sequence[int], shown: Sequence[PlacedMedia] = ()) -> None:
+        """Add tokens that the policy did not generate, and the media in them."""
         self.tokens += tokens
+        self.media += shown
         self.trained += [False] * len(tokens)
         self.log_probs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
@@ -81,14 +85,16 @@ class SegmentBuilder:
     def build(self) -> Segment:
         """The segment as it is now."""
         routes = Routes(b"".join(self._routes), (self._covered, *self._routes_shape)) if self._covered else None
-        return Segment(tuple(self.tokens), tuple(self.trained), tuple(self.log_probs), tuple(self.versions), routes, self.actor)
+        tokens, trained, log_probs, versions = map(tuple, (self.tokens, self.trained, self.log_probs, self.versions))
+        return Segment(tokens, trained, log_probs, versions, routes, self.actor, tuple(self.media))
 
 
 @dataclasses.dataclass
 class Context:
-    """What one actor has seen: its history and the segment that it speaks in. `finish` is how its last turn ended."""
+    """What one actor has seen: its history, with media as ids; these media; and the segment that it speaks in. `finish` is how its last turn ended."""
 
     history: list[Turn]
+    media: list[Media]
     tools: tuple[ToolSpec, ...]
     segment: SegmentBuilder
     finish: Finish = "eos"
@@ -193,25 +199,34 @@ class Rollout:
         actor, new = observation.next_actor, list(observation.turns)
         self._transcript += new
         old = self._contexts.get(actor)
+        shown = media.media_of(new)
+        new = media.with_ids(new, self._rules.processor)
         if old is None or observation.rewrites:
-            return self._begin(actor, new, observation.tools or (old.tools if old else ()))
+            return self._begin(actor, new, shown, observation.tools or (old.tools if old else ()))
         tools = observation.tools or old.tools
         extension = None if tools != old.tools else rendered(lambda: self._renderer.extend(old.history, new, tools, old.finish))
         if extension is None:  # Its template has rewritten what it rendered before.
-            return self._begin(actor, [*old.history, *new], tools)
+            return self._begin(actor, [*old.history, *new], [*old.media, *shown], tools)
         if self._room(len(old.segment.tokens) + len(extension)) <= 0:
             return None
+        places = self._placed(extension, shown, len(old.segment.tokens))
         old.history += new
-        old.segment.extend(extension)
+        old.media += shown
+        old.segment.extend(extension, places)
         return old
 
-    def _begin(self, actor: str, history: list[Turn], tools: tuple[ToolSpec, ...]) -> Context | None:
+    def _placed(self, ids: Sequence[int], shown: Sequence[Media], first: int) -> Sequence[PlacedMedia]:
+        """Where media stand in what was rendered."""
+        return media.placed(ids, shown, self._rules.processor, first) if shown else ()
+
+    def _begin(self, actor: str, history: list[Turn], shown: list[Media], tools: tuple[ToolSpec, ...]) -> Context | None:
         prompt = rendered(lambda: self._renderer.begin(history, tools))
         if not prompt:
             raise EnvironmentFailure("environment", f"the history of {actor!r} renders to no token: an observation needs a turn")
         if self._room(len(prompt)) <= 0:
             return None
-        context = self._contexts[actor] = Context(history, tools, SegmentBuilder(actor, prompt))
+        builder = SegmentBuilder(actor, prompt, self._placed(prompt, shown, 0))
+        context = self._contexts[actor] = Context(history, shown, tools, builder)
         self._segments.append(context.segment)
         return context
 
@@ -231,10 +246,11 @@ class Rollout:
             rules.sampling, max_tokens=self._room(len(context.segment.tokens)), seed=seed_of(*which.seeds, self._turns)
         )
         name = f"{which.id}/{self._attempt}/{self._turns}"
-        request = Request(name, tuple(context.segment.tokens), sampling, routes=rules.routes, priority=max(0, which.group))
+        builder, priority = context.segment, max(0, which.group)
+        request = Request(name, tuple(builder.tokens), sampling, routes=rules.routes, priority=priority, media=tuple(builder.media))
         begin = asyncio.get_running_loop().time()
         # No time limit here: one would leave out tries for being long or for waiting. Generators that stand still are the pool's to replace.
-        made = await self._generators.generate(request)
+        made = await generated(self._generators, request)
         self._spent["generate"] += asyncio.get_running_loop().time() - begin
         check_generated(made, request)
         context.segment.generated(made)
@@ -255,6 +271,16 @@ def rendered(call: Callable[[], Result]) -> Result:
         raise
     except Exception as error:
         raise EnvironmentFailure("environment", f"its turns cannot be rendered: {type(error).__name__}: {error}") from error
+
+
+async def generated(generators: Generators, request: Request) -> Generated:
+    """The completion. That a generator refuses a request with media means one that cannot be decoded: a failure of the environment, not the end of the run."""
+    try:
+        return await generators.generate(request)
+    except UsageError as error:
+        if not request.media:
+            raise
+        raise EnvironmentFailure("environment", f"what it shows cannot be used: {error}") from error
 
 
 def check_generated(made: Generated, request: Request) -> None:

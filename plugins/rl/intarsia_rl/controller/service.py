@@ -20,6 +20,7 @@ from intarsia_rl.controller.probe import check_characters
 from intarsia_rl.controller.protocols import Generators, Workers
 from intarsia_rl.controller.rollout import Rules
 from intarsia_rl.controller.writer import RolloutWriter
+from intarsia_rl.media import processor_of
 from intarsia_rl.processes.plain import recipe_of
 from intarsia_rl.processes.pools import GeneratorPool, WorkerPool
 
@@ -131,6 +132,12 @@ async def parts_of(
     config, train = config_of(recipe), recipe.train
     tokenizer = plugins.build(recipe.data.tokenizer)
     renderer: Renderer = plugins.build(config.renderer, tokenizer)
+    processor = processor_of(recipe.data, recipe.model, plugins)
+    if processor is not None and "media" not in generators.facts.capabilities:
+        raise UsageError(
+            f"The run has a processor of images and video (data.loader.processor), and the generator {generators.facts.name!r} serves text alone (capability `media`). Use the generator `local` with "
+            "tensor=1, or set data.loader.processor=none."
+        )
     if "forced" not in generators.facts.capabilities and algorithm.needs_reference:
         raise UsageError(
             f"The algorithm asks for a reference, and the generator {generators.facts.name!r} cannot score tokens that are there (capability `forced`). Set the algorithm's weight of "
@@ -142,7 +149,7 @@ async def parts_of(
     facts = workers.environment_facts()
 
     def player(how: Sampling, routes: bool) -> Player:
-        rules = Rules(train.seed, how, train.sequence_length, config.attempts, config.timeout_s, routes)
+        rules = Rules(train.seed, how, train.sequence_length, config.attempts, config.timeout_s, routes, processor)
         return Player(rules, facts, generators, workers, renderer)
 
     held_out: Sequence[Task] = ()

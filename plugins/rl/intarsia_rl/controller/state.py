@@ -9,7 +9,7 @@ from typing import Any
 
 from intarsia.contracts import Media, ToolCall, Turn
 
-from intarsia_rl.contracts import Failure, Routes, Sample, Segment
+from intarsia_rl.contracts import Failure, PlacedMedia, Routes, Sample, Segment
 from intarsia_rl.controller.buffer import Group
 
 
@@ -67,6 +67,8 @@ def segment_to_json(segment: Segment) -> dict[str, Any]:
     value: dict[str, Any] = {name: list(getattr(segment, name)) for name in ("tokens", "log_probs", "versions")}
     value["trained"] = "".join("1" if trained else "0" for trained in segment.trained)
     value["actor"] = segment.actor
+    if segment.media:
+        value["media"] = [{"at": each.at, **media_to_json(each.media)} for each in segment.media]
     if segment.routes is not None:
         value["routes"] = {"shape": list(segment.routes.shape), "data": base64.b64encode(segment.routes.data).decode()}
     return value
@@ -78,6 +80,7 @@ def segment_from_json(value: Mapping[str, Any]) -> Segment:
     return Segment(
         tuple(value["tokens"]), tuple(letter == "1" for letter in value["trained"]), tuple(value["log_probs"]), tuple(value["versions"]),
         None if routes is None else Routes(base64.b64decode(routes["data"]), tuple(routes["shape"])), value["actor"],
+        tuple(PlacedMedia(media_from_json(each), each["at"]) for each in value.get("media", ())),
     )  # fmt: skip
 
 

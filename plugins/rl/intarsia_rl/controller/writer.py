@@ -44,7 +44,9 @@ class RolloutWriter:
     def line(self, sample: Sample, **further: Any) -> dict[str, Any]:
         """A sample as it is written: `further` fields first, each segment's text, no routes."""
         # Without them first: they are large, and would be turned into text for nothing.
-        bare = dataclasses.replace(sample, segments=tuple(dataclasses.replace(segment, routes=None) for segment in sample.segments))
+        bare = dataclasses.replace(
+            sample, segments=tuple(dataclasses.replace(segment, routes=None, media=()) for segment in sample.segments)
+        )
         value = sample_to_json(bare)
         segments = [self._segment(segment, shown) for segment, shown in zip(sample.segments, value["segments"], strict=True)]
         return {**further, **value, "segments": segments}
@@ -53,6 +55,8 @@ class RolloutWriter:
         shown["text"] = self._decode(segment.tokens)
         if segment.routes is not None:
             shown["routes"] = {"shape": list(segment.routes.shape)}
+        if segment.media:  # their content is in the turns
+            shown["media"] = [{"at": each.at, "kind": each.media.kind} for each in segment.media]
         return shown
 
 

@@ -20,6 +20,7 @@ from intarsia_rl.contracts import (
     Generated,
     GeneratorFacts,
     GeneratorStats,
+    PlacedMedia,
     Request,
     Routes,
     Sample,
@@ -32,7 +33,7 @@ CLASSES: dict[str, type[Any]] = {
     each.__name__: each
     for each in (
         *(Limits, Media, Observation, StepResult, Task, ToolCall, ToolSpec, Turn),
-        *(Failure, Generated, GeneratorFacts, GeneratorStats, Request, Routes, Sample, Sampling, Segment, WeightVersion),
+        *(Failure, Generated, GeneratorFacts, GeneratorStats, PlacedMedia, Request, Routes, Sample, Sampling, Segment, WeightVersion),
     )
 }
 """All that travels besides plain values."""

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from intarsia.contracts import Message, Tokenizer, ToolCall, ToolSpec, Turn
+from intarsia.contracts import Media, Message, Parts, Tokenizer, ToolCall, ToolSpec, Turn
 from intarsia.errors import PluginError, UsageError
 
 from intarsia_rl.contracts import Finish
@@ -64,7 +64,7 @@ class ChatRenderer:
             return None
         if not self._config.keep_reasoning and _last_user(new) >= 0:
             open_turns = [turn for turn in turns[_last_user(turns) + 1 :] if turn.role == "assistant"]
-            if any(self._config.reasoning_open in self._text(turn) for turn in open_turns):
+            if any(self._config.reasoning_open in _words(self._content(turn)) for turn in open_turns):
                 return None
         ids = self._rest_of_end(turns[-1].tokens)
         for turn in new:
@@ -97,10 +97,10 @@ class ChatRenderer:
             tokens = self._without_reasoning(turn.tokens) if drop_reasoning else list(turn.tokens)
             return [*self._start, *tokens, *self._rest_of_end(turn.tokens)]
         role = self._config.tool_role if turn.role == "tool" else turn.role
-        text = self._text(turn)
-        if drop_reasoning and turn.role == "assistant":
-            text = self._strip(text)
-        return list(self._tokenizer.render([Message(role, text)])[0][len(self._prefix) :])
+        content = self._content(turn)
+        if drop_reasoning and turn.role == "assistant" and isinstance(content, str):
+            content = self._strip(content)
+        return list(self._tokenizer.render([Message(role, content)])[0][len(self._prefix) :])
 
     def _rest_of_end(self, tokens: Sequence[int]) -> list[int]:
         """The end of turn behind generated tokens: without its first token where that was generated."""
@@ -113,7 +113,7 @@ class ChatRenderer:
         text = self._describe(tools)
         if self._adds_turn(turns, tools):
             return [Turn("system", text), *turns]
-        return [dataclasses.replace(turns[0], content=f"{_joined(turns[0])}\n\n{text}"), *turns[1:]]
+        return [dataclasses.replace(turns[0], content=_behind(turns[0].content, f"\n\n{text}")), *turns[1:]]
 
     @staticmethod
     def _adds_turn(turns: Sequence[Turn], tools: Sequence[ToolSpec]) -> bool:
@@ -124,13 +124,13 @@ class ChatRenderer:
         form = f'{self._config.call_open}{{"name": NAME, "arguments": {{...}}}}{self._config.call_close}'
         return "\n".join(["Tools:", *lines, f"To call one, write {form}"])
 
-    def _text(self, turn: Turn) -> str:
-        """Content and calls as text."""
+    def _content(self, turn: Turn) -> str | Parts:
+        """Content and calls: as text, or with the ids of media between texts."""
         calls = [
             f'{self._config.call_open}{{"name": {_json(call.name)}, "arguments": {call.arguments}}}{self._config.call_close}'
             for call in turn.tool_calls
         ]
-        return _joined(turn) + "".join(calls)
+        return _behind(turn.content, "".join(calls))
 
     # ------------------------------------------------------------ reasoning
 
@@ -220,10 +220,17 @@ def _last_user(turns: Sequence[Turn]) -> int:
     return max((number for number, turn in enumerate(turns) if turn.role == "user"), default=-1)
 
 
-def _joined(turn: Turn) -> str:
-    """The text of a turn. UsageError where it holds an image."""
-    if isinstance(turn.content, str):
-        return turn.content
-    if not all(isinstance(part, str) for part in turn.content):
-        raise UsageError("chat renderer: a turn holds an image, and this renderer knows text only.")
-    return "".join(part for part in turn.content if isinstance(part, str))
+def _behind(content: str | Parts, text: str) -> str | Parts:
+    """Content with a text behind it; where it is text alone, as one. UsageError where it holds an image that is no ids."""
+    if isinstance(content, str):
+        return content + text
+    if any(isinstance(part, Media) for part in content):
+        raise UsageError("chat renderer: a turn holds an image, and this renderer takes ids. Set data.loader.processor, which makes them.")
+    if any(isinstance(part, int) for part in content):
+        return (*content, text) if text else content
+    return _words(content) + text
+
+
+def _words(content: str | Parts) -> str:
+    """The texts of a content."""
+    return content if isinstance(content, str) else "".join(part for part in content if isinstance(part, str))

@@ -1,0 +1,147 @@
+"""What requests show: images and video in their tokens, looked at once, in however many pieces a prompt is read, and by however many requests.
+
+Shape suffixes: N tokens in a line, S tokens of a request, M visual features, D model width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from intarsia_rl.contracts import Request
+from intarsia_rl.media import prepared
+from torch import Tensor, nn
+
+KEPT_FEATURES = 1 << 16
+"""Features of media that are kept for other requests that show the same."""
+
+Features = tuple[Tensor, tuple[Tensor, ...]]
+"""What a model saw of a medium: features [M, D], and those that are added behind its first blocks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """One image or video of a request: tokens `at` to `stop` are its block, features `first` to `last` of the request its own. `digest` is over patches and grid."""
+
+    at: int
+    stop: int
+    first: int
+    last: int
+    grid: tuple[int, int, int]
+    patches_NC: Tensor
+    digest: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sight:
+    """What a request shows. `positions_3S` (time, height and width) and `visual_S` (the number of the feature in a token's place, -1: none) are of its prompt and forced tokens, int64 on the CPU; later
+    tokens are `ahead` of their numbers."""
+
+    positions_3S: Tensor
+    visual_S: Tensor
+    media: tuple[Seen, ...]
+    ahead: int
+
+    def key(self, start: int, end: int) -> bytes:
+        """Which media stand in tokens `start` to `end`, and where."""
+        here = [each for each in self.media if each.at < end and each.stop > start]
+        return b"".join(each.digest + (each.at - start).to_bytes(8, "little", signed=True) for each in here)
+
+    def positions(self, start: int, end: int) -> Tensor:
+        """[3, end - start]."""
+        known = self.positions_3S.shape[1]
+        later_S = torch.arange(max(start, known), max(end, known)) + self.ahead
+        return torch.cat((self.positions_3S[:, start:end], later_S.expand(3, -1)), 1)
+
+
+def look(request: Request, processor: Any) -> Sight:
+    """Load what a request shows. UsageError (MediaError) for a medium that cannot be decoded, and for one that is not where it is said to be."""
+    found = prepared((*request.tokens, *request.forced), request.media, processor)
+    visual_S = torch.full((len(found.tokens_N),), -1, dtype=torch.int64)
+    media, seen = [], 0
+    for slot in found.media:
+        patches = processor.load(slot)
+        digest = hashlib.sha256(repr(tuple(slot.grid)).encode() + patches.tobytes()).digest()
+        for first, count in slot.spans:
+            done = sum(each for start, each in slot.spans if start < first)
+            visual_S[first : first + count] = torch.arange(seen + done, seen + done + count)
+        media.append(Seen(slot.at, slot.stop, seen, seen + slot.features, tuple(slot.grid), torch.from_numpy(patches), digest))
+        seen += slot.features
+    positions_3S = torch.from_numpy(found.positions_3N)
+    return Sight(positions_3S, visual_S, tuple(media), int(positions_3S.max()) + 1 - len(found.tokens_N))
+
+
+class Part(Protocol):
+    """What this side sees of a `Chunk`."""
+
+    @property
+    def job(self) -> Any: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+class Eyes:
+    """What a model saw, by what it was shown, under the weights that it has. Media are looked at one by one: what one is taken for does not depend on what others are shown."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model: Any = model
+        self._device = device
+        self._kept: OrderedDict[bytes, Features] = OrderedDict()
+        self.looks = 0
+
+    def forget(self) -> None:
+        """The weights are others."""
+        self._kept.clear()
+
+    def extra_of(self, chunks: Sequence[Part]) -> Mapping[str, Any] | None:
+        """What a context is given with chunks, one behind the other: `positions_3N` and, where features stand in tokens' places, `visual_N` and `features`. None where no request shows anything."""
+        if all(chunk.job.sight is None for chunk in chunks):
+            return None
+        positions, visual, taken, seen = [], [], [], 0
+        for chunk in chunks:
+            sight, start, end = chunk.job.sight, chunk.start, chunk.end
+            if sight is None:
+                positions.append(torch.arange(start, end).expand(3, -1))
+                visual.append(torch.full((end - start,), -1, dtype=torch.int64))
+                continue
+            positions.append(sight.positions(start, end))
+            visual_S = torch.full((end - start,), -1, dtype=torch.int64)
+            known_S = sight.visual_S[start:end]
+            if (numbers := known_S[known_S >= 0]).numel():
+                low, high = int(numbers[0]), int(numbers[-1]) + 1
+                visual_S[: known_S.shape[0]] = torch.where(known_S >= 0, known_S - low + seen, -1)
+                taken += self._between(sight, low, high)
+                seen += high - low
+            visual.append(visual_S)
+        extra: dict[str, Any] = {"positions_3N": torch.cat(positions, 1).to(self._device)}
+        if taken:
+            deepstack = tuple(torch.cat(several) for several in zip(*(each for _, each in taken), strict=True))
+            extra |= {"visual_N": torch.cat(visual).to(self._device), "features": (torch.cat([each for each, _ in taken]), deepstack)}
+        return extra
+
+    def _between(self, sight: Sight, low: int, high: int) -> list[Features]:
+        """Features `low` to `high` of a request, medium by medium."""
+        found = []
+        for each in sight.media:
+            if each.first < high and each.last > low:
+                here = slice(max(low, each.first) - each.first, min(high, each.last) - each.first)
+                features_MD, deepstack = self._features(each)
+                found.append((features_MD[here], tuple(further_MD[here] for further_MD in deepstack)))
+        return found
+
+    def _features(self, medium: Seen) -> Features:
+        """What the model sees of a medium, or saw of an equal one."""
+        if medium.digest not in self._kept:
+            self.looks += 1
+            self._kept[medium.digest] = self._model.see(medium.patches_NC.to(self._device), (medium.grid,))
+        self._kept.move_to_end(medium.digest)
+        features = self._kept[medium.digest]
+        while len(self._kept) > 1 and sum(each.shape[0] for each, _ in self._kept.values()) > KEPT_FEATURES:
+            self._kept.popitem(last=False)
+        return features

@@ -1,0 +1,108 @@
+"""Images and video of episodes: as ids in what is rendered, found again in the tokens, and as positions and patches for a model. Torch-free.
+
+A renderer is given turns whose media are ids already (`with_ids`); where these came to stand is kept beside the tokens (`placed`), so that placeholders which a policy writes of its own accord are
+tokens like any other, for generator and trainer alike (`prepared`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy
+from intarsia.contracts import Media, Turn
+from intarsia.contracts.environment import EnvironmentFailure
+from intarsia.errors import PluginError, UsageError
+
+from intarsia_rl.contracts import PlacedMedia
+
+if TYPE_CHECKING:
+    from intarsia_multimodal.contracts import Prepared, Processor
+
+
+def processor_of(data: Any, model: Any, plugins: Any) -> Processor | None:
+    """The processor of a run's loader; None where it names none. `data` and `model` are the recipe's. UsageError for one that is not the model's, and for a model that does not see."""
+    config = getattr(data.loader, "processor", None)
+    if config is None:
+        return None
+    from intarsia_multimodal.contracts import check_model
+
+    if getattr(model, "vision", None) is None:
+        raise UsageError(
+            f"data.loader.processor is {type(config).__name__}, and the model has no vision tower (model.vision). Take a size of a family that sees, or set data.loader.processor=none."
+        )
+    processor: Processor = plugins.build(config, plugins.build(data.tokenizer))
+    check_model(processor, model)
+    return processor
+
+
+def media_of(turns: Sequence[Turn]) -> list[Media]:
+    """The media in turns, in order."""
+    return [part for turn in turns if not isinstance(turn.content, str) for part in turn.content if isinstance(part, Media)]
+
+
+def with_ids(turns: Sequence[Turn], processor: Processor | None) -> list[Turn]:
+    """The turns with each medium as the ids of its block. EnvironmentFailure for a medium that cannot be used, UsageError where the run has no processor."""
+    if not media_of(turns):
+        return list(turns)
+    if processor is None:
+        raise UsageError(
+            "The environment shows images or video, and the run has no processor that makes tokens of them: set data.loader.processor (patches is the one of the Qwen families) and take a model that "
+            "sees."
+        )
+    from intarsia_multimodal.contracts import MediaError
+
+    try:
+        return [
+            turn if isinstance(turn.content, str) else dataclasses.replace(turn, content=processor.as_ids(turn.content)) for turn in turns
+        ]
+    except MediaError as error:
+        raise EnvironmentFailure("environment", f"a turn shows a medium that cannot be used: {error}") from error
+
+
+def placed(ids: Sequence[int], media: Sequence[Media], processor: Processor, first: int = 0) -> tuple[PlacedMedia, ...]:
+    """Where the blocks of these media, in order, stand in rendered ids, of which the first is token `first`.
+
+    Errors: PluginError where a renderer left one out; EnvironmentFailure where a policy's own tokens among them look like one, and nobody could tell which is which.
+    """
+    blocks: list[list[int]] = [list(processor.as_ids((medium,))) for medium in media]  # type: ignore[arg-type]
+    array = numpy.asarray(ids, dtype=numpy.int64)
+    starts = {tuple(block): occurrences(array, block) for block in blocks}
+    for block, where in starts.items():
+        if len(where) > sum(tuple(each) == block for each in blocks):
+            raise EnvironmentFailure("model", "the policy has written the tokens of an image itself, in a history that is rendered anew")
+    found: list[PlacedMedia] = []
+    cursor = 0
+    for medium, each in zip(media, blocks, strict=True):
+        at = next((start for start in starts[tuple(each)] if start >= cursor), None)
+        if at is None:
+            raise PluginError("The renderer left out or changed the tokens of a medium, which it has to take as they are.")
+        found.append(PlacedMedia(medium, first + at))
+        cursor = at + len(each)
+    return tuple(found)
+
+
+def occurrences(ids: numpy.ndarray, block: Sequence[int]) -> list[int]:
+    """Where `block` begins in `ids`."""
+    if len(block) > len(ids):
+        return []
+    windows = numpy.lib.stride_tricks.sliding_window_view(ids, len(block))
+    return numpy.flatnonzero((windows == numpy.asarray(block)).all(1)).tolist()
+
+
+def prepared(tokens: Sequence[int], media: Sequence[PlacedMedia], processor: Processor) -> Prepared:
+    """Slots and positions of tokens in which these media stand. Placeholders elsewhere count as text. Errors: MediaError; UsageError where a block is not at its place."""
+    ids = numpy.asarray(tokens, dtype=numpy.int64)
+    own = set(processor.ids.values())
+    text = next(number for number in range(len(own) + 1) if number not in own)
+    kept = numpy.isin(ids, list(own), invert=True)
+    for each in media:
+        block = processor.as_ids((each.media,))
+        kept[each.at : each.at + len(block)] = True
+    found = processor.locate(numpy.where(kept, ids, text).tolist(), [each.media for each in media])
+    if [slot.at for slot in found.media] != [each.at for each in media]:
+        raise UsageError(
+            f"The media of a sequence begin at tokens {[slot.at for slot in found.media]}, and were said to at {[each.at for each in media]}."
+        )
+    return found
