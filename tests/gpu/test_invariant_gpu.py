@@ -36,6 +36,14 @@ class TestBlocks(KernelConformance):
     op, entry = "attention", "intarsia-kernels:attention/blocks"
 
 
+class TestBlocksFlash(KernelConformance):
+    op, entry = "attention", "intarsia-kernels:attention/blocks_flash"
+
+
+class TestRope(KernelConformance):
+    op, entry = "rope", "intarsia-kernels:rope/fused"
+
+
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
 
@@ -110,15 +118,37 @@ def test_attention_gives_one_result_for_a_token_however_it_comes(name, heads, kv
         assert torch.equal(found[b], packed[0, first + position : first + position + 1])
 
 
-def test_the_backward_of_blocks_repeats():
-    attention = target("attention", "attention/blocks")
+def blocks(name):
+    """The result and gradients of rows of several documents."""
+    attention = target("attention", f"attention/{name}")
+    leaves = [normal(2, 3000, n, 64, seed=n).requires_grad_() for n in (32, 8, 8)]
+    documents = torch.cat([torch.full((2, n), i, dtype=torch.int32, device="cuda") for i, n in enumerate((1000, 1, 1999))], 1)
+    mask = {"documents_q_BS": documents, "documents_k_BT": documents, "packing": ops.Packing(((1000, 1, 1999),) * 2)}
+    out = attention(*leaves, scale=0.125, **mask)
+    return [out.detach(), *torch.autograd.grad(out.float().cos().sum(), leaves)]
 
-    def gradients():
-        leaves = [normal(2, 3000, n, 64, seed=n).requires_grad_() for n in (32, 8, 8)]
-        return torch.autograd.grad(attention(*leaves, scale=0.125).float().cos().sum(), leaves)
 
-    one, again = gradients(), gradients()
-    assert all(torch.equal(first, second) for first, second in zip(one, again, strict=True))
+@pytest.mark.parametrize("name", ["blocks", "blocks_flash"])
+def test_the_backward_of_blocks_repeats(name):
+    assert all(torch.equal(first, second) for first, second in zip(blocks(name), blocks(name), strict=True))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_blocks_have_one_result_and_near_gradients_by_either_backward():
+    (one, *grads), (other, *others) = blocks("blocks"), blocks("blocks_flash")
+    assert torch.equal(one, other)
+    for first, second in zip(grads, others, strict=True):
+        assert float((first.float() - second.float()).norm() / first.float().norm()) < 0.02
+
+
+@pytest.mark.parametrize("name", ["intarsia-kernels:triton", "reference"])
+def test_a_norms_rows_are_independent(name):
+    norm = target("rms_norm", name) if name != "reference" else ops.rms_norm.reference
+    for dim in (64, 2048, 7168):
+        x, weight = normal(4096, dim), normal(dim, seed=1)
+        whole = norm(x, weight, 1e-5)
+        for rows in ROWS:
+            assert torch.equal(norm(x[3 : 3 + rows], weight, 1e-5), whole[3 : 3 + rows]), (dim, rows)
 
 
 def test_torchs_own_rows_are_independent():
@@ -132,7 +162,12 @@ def test_torchs_own_rows_are_independent():
 
 @pytest.mark.parametrize("name", ["llama3/debug", "deepseek_v3/debug"])
 @pytest.mark.parametrize(
-    "kernels", [("linear=ascending", "attention=blocks"), pytest.param(("linear=unsplit", "attention=unsplit"), marks=needs_workspace)]
+    "kernels",
+    [
+        ("linear=ascending", "attention=blocks"),
+        ("linear=ascending", "attention=blocks_flash", "rms_norm=reference", "rope=reference", "swiglu=reference"),
+        pytest.param(("linear=unsplit", "attention=unsplit"), marks=needs_workspace),
+    ],
 )
 def test_every_relation_holds(name, kernels):
     from intarsia_rl.invariant.parity.relations import Parity, Settings

@@ -18,7 +18,8 @@ from tests.support import triton_interpreter
 triton_interpreter.repair()
 from intarsia import ops
 from intarsia_kernels.invariant.ascending import linear, router_linear
-from intarsia_kernels.invariant.blocks import attention
+from intarsia_kernels.invariant.blocks import attention, attention_by_flash
+from intarsia_kernels.invariant.rotate import rope
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -58,6 +59,17 @@ def compare(heads, kv_heads, dim, values, lengths, queries=None, sinks=False, **
     for one, other in zip(gradients(call(attention), [each.float() for each in leaves]), wanted, strict=True):
         near(one, other)
 
+for interleaved in (False, True):
+    for rows, heads, pairs, tables in ((2, 6, 12, 2), (2, 3, 8, 1)):
+        x, angles = normal(rows, 5, heads, 2 * pairs), normal(tables, 5, pairs, seed=1)
+        wanted = gradients(ops.rope.reference, [x], cos_BSd=angles.cos(), sin_BSd=angles.sin(), interleaved=interleaved)
+        tables_BSd = {"cos_BSd": angles.cos().float(), "sin_BSd": angles.sin().float()}
+        found = gradients(rope, [x.float()], **tables_BSd, interleaved=interleaved)
+        for one, other in zip(found, wanted, strict=True):
+            near(one, other)
+        turned = rope(x.float().transpose(2, 3).contiguous().transpose(2, 3), **tables_BSd, interleaved=interleaved)
+        assert torch.equal(turned, found[0])
+
 compare(2, 1, 16, 16, (5, 70))
 compare(2, 2, 24, 8, (70,), queries=3)
 compare(4, 2, 16, 16, (66,), queries=1)
@@ -71,6 +83,7 @@ packed = attention(q, k, v, scale=0.3, documents_q_BS=documents, documents_k_BT=
 known = attention(q, k, v, scale=0.3, documents_q_BS=documents, documents_k_BT=documents, packing=ops.Packing((lengths,)))
 own = [x[:, 7:76] for x in (q, k, v)]
 alone = attention(*own, scale=0.3)
+assert torch.equal(attention_by_flash(q, k, v, scale=0.3, documents_q_BS=documents, documents_k_BT=documents), packed)
 assert torch.equal(packed, known) and torch.equal(packed[:, 7:76], alone)
 chunk = attention(own[0][:, 30:69], own[1], own[2], scale=0.3)
 assert torch.equal(chunk, alone[:, 30:69])

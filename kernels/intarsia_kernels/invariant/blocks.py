@@ -7,9 +7,12 @@ without atomic sums: one program owns the queries' gradient, one the keys' and v
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from intarsia.errors import UsageError
@@ -335,26 +338,75 @@ def block_attention_backward(
     return grad_q, grad_k, grad_v
 
 
+def flash_backward(
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, grad_NHD: Tensor, out_NHD: Tensor, lse_NH: Tensor, where: Segments, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same gradients by torch's flash attention, which takes the result and the sums of exponentials of whichever kernel made them. Held to one order of sums, so that it repeats exactly.
+    Segments must be `whole`, and causal without a window."""
+    starts = F.pad(where.table[:, 1].cumsum(0), (1, 0)).to(torch.int32)
+    lse_HN = (lse_NH.t() / LOG2E).contiguous()
+    state, unused = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device), torch.empty(0, device=q_NHD.device)
+    with _one_order():
+        found = torch.ops.aten._flash_attention_backward(
+            grad_NHD,
+            q_NHD,
+            k_NKD,
+            v_NKD,
+            out_NHD,
+            lse_HN,
+            starts,
+            starts,
+            where.queries,
+            where.keys,
+            0.0,
+            True,
+            state,
+            unused,
+            scale=scale,
+            window_size_left=-1,
+            window_size_right=0,
+        )
+    return found[0], found[1], found[2]
+
+
+@contextlib.contextmanager
+def _one_order() -> Iterator[None]:
+    """torch's deterministic algorithms for the one call that has them: flash attention asks for the strict mode, and cuBLAS would refuse to run without a workspace in it."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, where: Segments, *settings: Any) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, where: Segments, by_flash: bool, *settings: Any
+    ) -> Tensor:
         out, lse = block_attention(q, k, v, sinks_H, where.table, *settings, where.queries)
         ctx.save_for_backward(q, k, v, sinks_H, out, lse)
-        ctx.where, ctx.settings = where, settings
+        ctx.where, ctx.by_flash, ctx.settings = where, by_flash, settings
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         q, k, v, sinks_H, out, lse = ctx.saved_tensors
         grad = grads[0].contiguous()
-        delta = (grad.float() * out.float()).sum(-1)
         where: Segments = ctx.where
+        if ctx.by_flash:
+            return *flash_backward(q, k, v, grad, out, lse, where, ctx.settings[0]), None, None, None, *(None,) * len(ctx.settings)
+        delta = (grad.float() * out.float()).sum(-1)
         found = block_attention_backward(q, k, v, grad, lse, delta, where.table, *ctx.settings, where.queries, where.keys)
         grad_sinks = None
         if sinks_H is not None:
             # Queries of no segment have no result, and delta 0.
             grad_sinks = -(torch.exp2(sinks_H.float() * LOG2E - lse) * delta).sum(0).to(sinks_H.dtype)
-        return *found, grad_sinks, None, *(None,) * len(ctx.settings)
+        return *found, grad_sinks, None, None, *(None,) * len(ctx.settings)
 
 
 def attention(
@@ -373,14 +425,51 @@ def attention(
     packing: Packing | None = None,
 ) -> Tensor:
     """As `intarsia.ops.attention`, for segments of consecutive positions. UsageError for other masks."""
+    masks = (documents_q_BS, documents_k_BT, positions_q_BS, positions_k_BT, packing)
+    return _attended(q_BSHD, k_BTKD, v_BTKD, scale, window, softcap, sinks_H, masks, False)
+
+
+def attention_by_flash(
+    q_BSHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+    documents_q_BS: Tensor | None = None,
+    documents_k_BT: Tensor | None = None,
+    positions_q_BS: Tensor | None = None,
+    positions_k_BT: Tensor | None = None,
+    packing: Packing | None = None,
+) -> Tensor:
+    """As `attention`, of the same bits, and its gradients by `flash_backward` where that takes the call."""
+    plain = window is None and softcap is None and sinks_H is None
+    by_flash = plain and q_BSHD.shape[-1] == v_BTKD.shape[-1] and not q_BSHD.shape[-1] % 8 and q_BSHD.dtype != torch.float32
+    masks = (documents_q_BS, documents_k_BT, positions_q_BS, positions_k_BT, packing)
+    return _attended(q_BSHD, k_BTKD, v_BTKD, scale, window, softcap, sinks_H, masks, by_flash)
+
+
+def _attended(
+    q_BSHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+    masks: tuple[Any, ...],
+    by_flash: bool,
+) -> Tensor:
     if q_BSHD.dtype != k_BTKD.dtype or q_BSHD.dtype != v_BTKD.dtype:
         raise UsageError(f"attention/blocks takes one dtype, and was given {q_BSHD.dtype}, {k_BTKD.dtype} and {v_BTKD.dtype}.")
     rows, queries = q_BSHD.shape[:2]
     if not q_BSHD.numel():
         return q_BSHD.new_zeros(*q_BSHD.shape[:3], v_BTKD.shape[-1])
-    where = segments(rows, queries, k_BTKD.shape[1], q_BSHD.device, documents_q_BS, documents_k_BT, positions_q_BS, positions_k_BT, packing)
+    where = segments(rows, queries, k_BTKD.shape[1], q_BSHD.device, *masks)
     q_NHD, k_MKD, v_MKD = (_dense(x) for x in (q_BSHD.flatten(0, 1), where.line(k_BTKD), where.line(v_BTKD)))
-    out = _Attention.apply(q_NHD, k_MKD, v_MKD, sinks_H, where, scale, window, softcap)
+    out = _Attention.apply(q_NHD, k_MKD, v_MKD, sinks_H, where, by_flash and where.whole, scale, window, softcap)
     return out.unflatten(0, (rows, queries))
 
 
@@ -394,3 +483,4 @@ def prepare(packing: Packing, windows: Any, documents_BS: Tensor) -> None:
 
 
 attention.prepare = prepare  # type: ignore[attr-defined]
+attention_by_flash.prepare = prepare  # type: ignore[attr-defined]

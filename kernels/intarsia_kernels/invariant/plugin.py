@@ -81,8 +81,15 @@ def offer_kernels() -> Sequence[KernelEntry]:
             wide,
         ),
         _gpu(
+            "attention/blocks_flash",
+            "blocks:attention_by_flash",
+            "The same blocks, with the same bits; gradients of whole rows by torch's flash attention, held to one order of sums.",
+            ("triton", "varlen"),
+        ),
+        _gpu(
             "attention/unsplit", "unsplit:attention", "Variable-length flash attention, told of 2 queries where there is one.", ("varlen",)
         ),
+        _gpu("rope/fused", "rotate:rope", "Triton: all heads of a token in one pass, forward and backward.", triton, wide),
         _gpu("cross_entropy/by_linear", "losses:cross_entropy", "Logits by what is in force for linear, a token's part by its row alone."),
         _gpu("router_linear/ascending", "ascending:router_linear", "Float32 Triton tiles that sum in ascending order.", triton, wide),
     ]

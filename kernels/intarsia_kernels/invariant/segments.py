@@ -22,13 +22,15 @@ from intarsia_kernels.invariant.masks import LastMasks
 class Segments:
     """Where segments lie. `table` is int32 [segments, 6]: first query, how many, the first one's position; first key, how many, the first one's position.
 
-    `order_BT` (None: as they are) is the order in which keys of each row have to be laid for that. `queries` and `keys` are the most of any segment.
+    `order_BT` (None: as they are) is the order in which keys of each row have to be laid for that. `queries` and `keys` are the most of any segment. `whole`: segments
+    lie one behind the other and cover both lines, each of as many queries as keys.
     """
 
     table: Tensor
     order_BT: Tensor | None
     queries: int
     keys: int
+    whole: bool = False
 
     def line(self, x_BTKD: Tensor) -> Tensor:
         """Keys or values in a line: [B T, K, D]."""
@@ -42,7 +44,7 @@ def of_lengths(lengths: Sequence[Sequence[int]], device: torch.device) -> Segmen
     sizes = list(itertools.chain.from_iterable(lengths))
     starts = itertools.accumulate(sizes, initial=0)
     rows = [(start, size, 0, start, size, 0) for start, size in zip(starts, sizes, strict=False) if size]
-    return Segments(torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True), None, max(sizes), max(sizes))
+    return Segments(torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True), None, max(sizes), max(sizes), True)
 
 
 _last: LastMasks[Segments] = LastMasks()
@@ -62,7 +64,7 @@ def segments(
     """The segments of a call of `intarsia.ops.attention`. UsageError for masks that they cannot say. Masks without a packing are looked at on the host."""
     if positions_q_BS is None and positions_k_BT is None and documents_k_BT is None:
         table = [(b * queries, queries, keys - queries, b * keys, keys, 0) for b in range(rows)]
-        return Segments(torch.tensor(table, dtype=torch.int32).to(device, non_blocking=True), None, queries, keys)
+        return Segments(torch.tensor(table, dtype=torch.int32).to(device, non_blocking=True), None, queries, keys, queries == keys)
     if packing is not None and positions_q_BS is None and positions_k_BT is None and queries == keys:
         kept = packing.prepared
         if ("segments", device) not in kept:

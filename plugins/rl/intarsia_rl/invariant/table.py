@@ -82,7 +82,11 @@ ROWS = (
         "One kernel for training and decoding: blocks of 64 keys at absolute positions, none shared by programs.",
         "attention/blocks",
     ),
+    _cuda(
+        "attention", "As attention/blocks, whose bits it has; gradients by flash attention in one order of sums.", "attention/blocks_flash"
+    ),
     _cuda("attention", "Flash attention over packed keys, never split and never packed by groups.", "attention/unsplit"),
+    _cuda("swiglu", _ROW_BY_ROW, "swiglu/triton"),
     _cuda("swiglu", _ROW_BY_ROW),
     _cuda("cross_entropy", f"{_BY_LINEAR} log_softmax row by row.", "cross_entropy/by_linear"),
     _cuda("grouped_linear", "Each group in tiles that sum in ascending order.", "grouped_linear/grouped_mm"),
@@ -90,11 +94,13 @@ ROWS = (
         "router_linear", "Float32 tiles of fixed order; cuBLAS's float32 product depends on the rows up to 16.", "router_linear/ascending"
     ),
     _cuda("router_sigmoid", _ROW_BY_ROW, "router_sigmoid/tiled"),
+    _cuda("rms_norm", "A program for each row.", "triton"),
     _cuda("rms_norm", "torch's fused norm: a program for each row."),
     _cuda("offset_rms_norm", "As rms_norm."),
     _cuda("layer_norm", "torch's norm: a block of threads for each row."),
     _cuda("segment_attention", _BY_SEGMENT),
     _cuda("sigmoid_gate", _ROW_BY_ROW, "sigmoid_gate/tiled"),
+    _cuda("rope", _ROW_BY_ROW, "rope/fused"),
     _cuda("rope", _ROW_BY_ROW),
     _cuda("embedding", "A copy."),
     _cuda("permute", "A copy."),
