@@ -66,9 +66,7 @@ def test_whichever_cache_outlives_its_weights_is_found(stale: tuple[str, ...]) -
     """Prefix, encoder and media: the same prompts before and after an update equal a fresh generator's exactly when every cache is keyed by version."""
     generator, fresh, case = CachingGenerator(stale=stale), CachingGenerator(), Alone()
     asyncio.run(generator.update(weights(1, seed=5)))
-    requests = [
-        Request(str(n), tokens, Sampling(4, temperature=0.0), media=SHOWN) for n, tokens in enumerate([(1, 2, 3), (7,), (1, 2, 9)])
-    ]
+    requests = [Request(str(n), tokens, Sampling(4, temperature=0.0), media=SHOWN) for n, tokens in enumerate([(1, 2, 3), (7,), (1, 2, 9)])]
     case.all_of(generator, requests)
     assert all(generator.hits.values())
     for one in (generator, fresh):

@@ -67,7 +67,9 @@ def kernels() -> Any:
 
 
 def engine(family: str, *, blocks: int = 200, batch: int = 64, prefix: bool = True, sequences: int = 5) -> Engine:
-    made = Engine(model(family), CPU, Sizes(4, blocks, sequences, batch, min(256, 4 * blocks), prefix), lambda weights: None, choices=kernels())
+    made = Engine(
+        model(family), CPU, Sizes(4, blocks, sequences, batch, min(256, 4 * blocks), prefix), lambda weights: None, choices=kernels()
+    )
     made.begin(0)
     return made
 
@@ -118,7 +120,9 @@ def agree(family: str, requests: list[Request], results: list[Generated]) -> Non
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize(
-    ("batch", "blocks", "prefix"), [(400, 200, True), (7, 200, True), (13, 28, True), (400, 200, False)], ids=["whole", "cut", "scarce", "no prefixes"]
+    ("batch", "blocks", "prefix"),
+    [(400, 200, True), (7, 200, True), (13, 28, True), (400, 200, False)],
+    ids=["whole", "cut", "scarce", "no prefixes"],
 )
 def test_every_arrangement_gives_what_one_pass_gives(family: str, batch: int, blocks: int, prefix: bool) -> None:
     """Images cut by the border of a step, requests without media beside, blocks that run out: log-probabilities are the trainer's."""
@@ -211,7 +215,13 @@ def test_turns_become_ids_and_are_found_again() -> None:
     """Blocks in order, equal ones too; a block that is missing is told, and one that the policy wrote among rendered ids is not taken for an image."""
     shown = image(16, 16)
     turns = [Turn("user", ("a", shown, "b", shown)), Turn("user", "c")]
-    ids = [part for turn in media.with_ids(turns, processor()) if not isinstance(turn.content, str) for part in turn.content if isinstance(part, int)]
+    ids = [
+        part
+        for turn in media.with_ids(turns, processor())
+        if not isinstance(turn.content, str)
+        for part in turn.content
+        if isinstance(part, int)
+    ]
     places = media.placed([5, *ids, 6], media.media_of(turns), processor(), first=10)
     assert [each.at for each in places] == [11, 11 + len(ids) // 2] and all(each.media == shown for each in places)
     from intarsia.contracts.environment import EnvironmentFailure
@@ -221,7 +231,7 @@ def test_turns_become_ids_and_are_found_again() -> None:
         media.placed(ids[:-1], [shown, shown], processor())
     with pytest.raises(EnvironmentFailure, match="model: the policy has written"):
         media.placed([*ids, *ids], [shown, shown], processor())
-    with pytest.raises(UsageError, match="data.loader.processor"):
+    with pytest.raises(UsageError, match=r"data\.loader\.processor"):
         media.with_ids(turns, None)
     with pytest.raises(EnvironmentFailure, match="environment: a turn shows a medium that cannot be used"):
         media.with_ids([Turn("user", (Media("image", b"none"),))], processor())
