@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -9,9 +10,11 @@ import chz
 import pytest
 import torch
 import torch.nn.functional as F
+from intarsia.contracts import Batch
 from intarsia.errors import UsageError
 from intarsia.plugins import current
 from intarsia_eager.context import TrainContext
+from intarsia_eager.following import with_following
 from intarsia_huggingface.rules import experts_of, whole_numbers
 from intarsia_models_common.config import AttentionConfig, OffsetRMSNormConfig, RMSNormConfig, RopeConfig, SwiGLUConfig
 from intarsia_models_common.linear_attention.config import GatedDeltaNetConfig
@@ -344,6 +347,52 @@ def test_a_depth_is_given_the_normed_hidden_states_before_it():
         both = torch.cat((offset_norm(embedded_BSD, depth.token_norm.weight), offset_norm(chained, depth.hidden_norm.weight)), -1)
         chained = offset_norm(depth.block(both @ depth.projection.weight.T, rope, context), depth.norm.weight)
         assert torch.allclose(hidden[k + 1], chained, atol=1e-5), k
+
+
+def test_a_depth_is_given_the_features_that_stand_in_following_places():
+    """As vLLM merges them for its drafts: the following token's feature, not the placeholder's embedding, in its own document only; and so the tower learns from what is predicted further ahead."""
+    model = fill(current().build(tiny(ahead=2)), 0, 0.05).eval()
+    tokens_BS = torch.randint(0, 60, (1, 12), generator=torch.Generator().manual_seed(3))
+    visual_BS = torch.full((1, 12), -1)
+    visual_BS[0, 2:4], visual_BS[0, 7], visual_BS[0, 10] = torch.arange(2), 2, 3
+    patches_NC = torch.randn(16, 96, generator=torch.Generator().manual_seed(4))
+    documents_BS = torch.tensor([[0] * 7 + [1] * 5])
+    batch = Batch(
+        tokens_BS=tokens_BS,
+        labels_BS=tokens_BS,
+        positions_BS=torch.tensor([[*range(7), *range(5)]]),
+        documents_BS=documents_BS,
+        lengths=((7, 5),),
+        extra={"visual_BS": visual_BS, "patches_NC": patches_NC, "grids": ((1, 2, 4), (1, 2, 2), (1, 2, 2))},
+    )
+    batch = with_following(batch, 2)
+    assert batch.extra["following_visual_BSK"][0].tolist() == [
+        [-1, 0], [0, 1], [1, -1], [-1, -1], [-1, -1], [-1, -1], [-1, -1], [-1, -1], [-1, 3], [3, -1], [-1, -1], [-1, -1],
+    ]  # fmt: skip
+    context = TrainContext.of(batch)
+    found = model(tokens_BS, context)
+    features_MD, _ = model.see(patches_NC, batch.extra["grids"])
+    chained, rope = found[0], model.shared(context)
+    for k, depth in enumerate(model.mtp):
+        following_S, rows_S = batch.extra["following_BSK"][0, :, k], batch.extra["following_visual_BSK"][0, :, k]
+        entered = [
+            features_MD[row] if row >= 0 else model.tok_embeddings.weight[token] for token, row in zip(following_S, rows_S, strict=True)
+        ]
+        both = torch.cat(
+            (offset_norm(torch.stack(entered)[None], depth.token_norm.weight), offset_norm(chained, depth.hidden_norm.weight)), -1
+        )
+        chained = offset_norm(depth.block(both @ depth.projection.weight.T, rope, context), depth.norm.weight)
+        assert torch.allclose(found[k + 1], chained, atol=1e-5), k
+    swapped = torch.where(visual_BS >= 0, 61, tokens_BS)
+    again = model(
+        swapped,
+        TrainContext.of(
+            with_following(
+                dataclasses.replace(batch, tokens_BS=swapped, extra={n: batch.extra[n] for n in ("visual_BS", "patches_NC", "grids")}), 2
+            )
+        ),
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True)), "which token is the placeholder does not matter"
 
 
 def test_packed_equals_separate_and_recomputed_equals_kept():

@@ -8,25 +8,31 @@ import torch
 from intarsia.contracts import IGNORE, Batch
 from torch import Tensor
 
-FOLLOWING, FOLLOWING_LABELS = "following_BSK", "following_labels_BSK"
+FOLLOWING, FOLLOWING_LABELS, FOLLOWING_VISUAL = "following_BSK", "following_labels_BSK", "following_visual_BSK"
 
 
 def with_following(batch: Batch, depth: int) -> Batch:
-    """The batch with two further tensors in `extra`, both int64 and made of the whole rows (so before they are cut over ranks): Stability: provisional.
+    """The batch with further tensors in `extra`, all int64 and made of the whole rows (so before they are cut over ranks): Stability: provisional.
 
     `following_BSK`: at [b, i, k - 1] the token i + k of the row, 0 where the document of token i does not reach that far;
-    `following_labels_BSK`: the label of depth k, which is the label of token i + k, IGNORE where the document does not reach that far.
+    `following_labels_BSK`: the label of depth k, which is the label of token i + k, IGNORE where the document does not reach that far;
+    `following_visual_BSK`, where the batch has `visual_BS`: which feature stands in the place of the token i + k, -1 where none does.
     `depth` 0 leaves the batch as it is, and so does one that has them already.
     """
     if depth == 0 or FOLLOWING in batch.extra:
         return batch
-    tokens, labels = zip(*(_ahead(batch, k) for k in range(1, depth + 1)), strict=True)
-    return dataclasses.replace(batch, extra={**batch.extra, FOLLOWING: torch.stack(tokens, -1), FOLLOWING_LABELS: torch.stack(labels, -1)})
+    given = {FOLLOWING: (batch.tokens_BS, 0), FOLLOWING_LABELS: (batch.labels_BS, IGNORE)}
+    if "visual_BS" in batch.extra:
+        given[FOLLOWING_VISUAL] = (batch.extra["visual_BS"], -1)
+    ahead = {
+        name: torch.stack([_ahead(x_BS, batch.documents_BS, k, none) for k in range(1, depth + 1)], -1)
+        for name, (x_BS, none) in given.items()
+    }
+    return dataclasses.replace(batch, extra={**batch.extra, **ahead})
 
 
-def _ahead(batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-    tokens_BS, labels_BS = torch.zeros_like(batch.tokens_BS), torch.full_like(batch.labels_BS, IGNORE)
-    same_BS = batch.documents_BS[:, k:] == batch.documents_BS[:, :-k]
-    tokens_BS[:, :-k] = batch.tokens_BS[:, k:] * same_BS
-    labels_BS[:, :-k] = torch.where(same_BS, batch.labels_BS[:, k:], IGNORE)
-    return tokens_BS, labels_BS
+def _ahead(x_BS: Tensor, documents_BS: Tensor, k: int, none: int) -> Tensor:
+    """What stands k places further on in the same document, `none` where it does not reach that far."""
+    ahead_BS = torch.full_like(x_BS, none)
+    ahead_BS[:, :-k] = torch.where(documents_BS[:, k:] == documents_BS[:, :-k], x_BS[:, k:], none)
+    return ahead_BS

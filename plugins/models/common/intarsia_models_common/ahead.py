@@ -64,17 +64,27 @@ class AheadModel(LanguageModel):
 
     def leave(self, carry: Any, shared: RopeTables, context: SequenceContext) -> Tensor | tuple[Tensor, ...]:
         """Hidden states after the last norm, [B, S, D]; with following tokens a tuple of K + 1 of them."""
-        hidden_BSD = super().leave(carry, shared, context)
+        stream_BSD, features_BSKD = self.parted(carry)
+        hidden_BSD = super().leave(stream_BSD, shared, context)
         following_BSK: Tensor | None = getattr(context, "following_BSK", None)
         if following_BSK is None or not self.predicts_ahead:
             return hidden_BSD
         results = [hidden_BSD]
-        x_BSD = hidden_BSD if self.ahead_is_normed else carry
+        x_BSD = hidden_BSD if self.ahead_is_normed else stream_BSD
         for k, depth in enumerate(self.mtp):
-            y_BSD, hidden_BSD = depth(x_BSD, self.following_embeddings(following_BSK[..., k]), shared, context)
+            y_BSD, hidden_BSD = depth(x_BSD, self.token_ahead(k, following_BSK, features_BSKD, context), shared, context)
             x_BSD = hidden_BSD if self.ahead_is_normed else y_BSD
             results.append(hidden_BSD)
         return tuple(results)
+
+    def parted(self, carry: Any) -> tuple[Any, Tensor | None]:
+        """The residual stream, and what stands instead of embeddings in the places of following tokens (None: nothing does)."""
+        return carry, None
+
+    def token_ahead(self, k: int, following_BSK: Tensor, features_BSKD: Tensor | None, context: SequenceContext) -> Tensor:
+        """What depth k is given of the token k + 1 places further on, [B, S, D]: its embedding."""
+        embedded_BSD: Tensor = self.following_embeddings(following_BSK[..., k])
+        return embedded_BSD
 
     def regions(self) -> Regions:
         """Each block and each depth is a unit of sharding, recomputation and compilation; a pipeline is cut where it is without them."""

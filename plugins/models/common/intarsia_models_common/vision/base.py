@@ -23,6 +23,8 @@ from intarsia_models_common.vision.config import VisionLanguageModelConfig
 from intarsia_models_common.vision.flops import tower_flops
 from intarsia_models_common.vision.tower import linear_flops
 
+Seen = tuple[Tensor, tuple[Tensor, ...]]
+"""Features [M, D] and those that are added behind the first blocks."""
 Carry = Tensor | tuple[Tensor, Tensor, tuple[Tensor, ...]]
 """The residual stream [B, S, D]; while there are DeepStack features to come: with each token's feature [B, S], and these features [M, D]."""
 
@@ -60,18 +62,34 @@ class VisionLanguageModel(LanguageModel):
 
     def enter(self, tokens_BS: Tensor, context: SequenceContext) -> Carry:
         """The residual stream, with features in their tokens' places. UsageError or PluginError where features and places do not fit."""
-        x_BSD = self.tok_embeddings(tokens_BS)
+        return self.placed(tokens_BS, self.seen(context), context)
+
+    def seen(self, context: SequenceContext) -> Seen | None:
+        """What `see` gives of what the context shows, now or before; None where it shows nothing, of which even no images are something."""
         extra: Mapping[str, Any] = getattr(context, "extra", None) or {}
-        if "features" not in extra and "patches_NC" not in extra:
+        if "features" in extra:
+            given: Seen = extra["features"]
+            return given
+        return self.see(extra["patches_NC"], extra["grids"]) if "patches_NC" in extra else None
+
+    def placed(self, tokens_BS: Tensor, seen: Seen | None, context: SequenceContext) -> Carry:
+        """The residual stream, with what was seen in its tokens' places."""
+        x_BSD = self.tok_embeddings(tokens_BS)
+        if seen is None:
             return x_BSD
-        features_MD, deepstack = extra["features"] if "features" in extra else self.see(extra["patches_NC"], extra["grids"])
-        visual_BS = extra["visual_BS"]
+        features_MD, deepstack = seen
+        visual_BS = context.extra["visual_BS"]  # type: ignore[attr-defined]
         check_places(visual_BS, tokens_BS, features_MD.shape[0])
-        # A size without a tower has no module that a mesh could have replaced.
-        rows_BS = visual_BS if self.visual_rows is None else self.visual_rows(visual_BS)
+        rows_BS = self.rows_of(visual_BS)
         picked_BSD = pick(features_MD, rows_BS, x_BSD.dtype)
         x_BSD = torch.where((rows_BS >= 0)[..., None], picked_BSD, x_BSD)
         return (x_BSD, rows_BS, deepstack) if deepstack else x_BSD
+
+    def rows_of(self, visual_BS: Tensor) -> Tensor:
+        """Which feature stands in the place of each token of the residual stream, where a mesh may cut that further than the row."""
+        # A size without a tower has no module that a mesh could have replaced.
+        rows_BS: Tensor = visual_BS if self.visual_rows is None else self.visual_rows(visual_BS)
+        return rows_BS
 
     def run_block(self, name: str, carry: Any, shared: Any, context: SequenceContext) -> Any:
         """The tower's blocks are regions like those of the trunk, but `enter` runs them. Behind each of the first blocks of the trunk one DeepStack feature is added."""
