@@ -57,7 +57,6 @@ class Worker:
         environment = {**os.environ, **(WORKSPACE if invariant else {})}
         if not invariant:
             environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
-        environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
         command = [sys.executable, "-u", str(ROOT / "invariant_worker.py"), arguments.recipe, *["--invariant"] * invariant]
         command += [part for setting in settings for part in ("--set", setting)]
@@ -365,7 +364,7 @@ def main() -> int:
     parser.add_argument("--row", type=int, default=4096, help="Tokens of a row, and context that is decoded at.")
     parser.add_argument("--micro-batch", type=int, default=4, help="Rows of a forward pass of steps that are timed.")
     parser.add_argument(
-        "--loop-micro-batch", type=int, default=2, help="The same of the loops, which share the device with another process."
+        "--loop-micro-batch", type=int, default=1, help="The same of the loops, which share the device with another process."
     )
     parser.add_argument("--decoded", type=int, default=64, help="Tokens of each row that are chosen one at a time.")
     parser.add_argument("--steps", type=int, default=10)

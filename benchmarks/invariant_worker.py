@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import itertools
 import json
 import os
@@ -343,9 +344,9 @@ class Worker:
         self.usual_engine = self.other_engine = None  # type: ignore[assignment]
         self.transport.close()
         self.first_masters = {}
-        self.built = None  # type: ignore[assignment]
-        import gc
-
+        self.built = self.transport = None  # type: ignore[assignment]
+        if self.recipe.compile.mode != "none":
+            torch.compiler.reset()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
