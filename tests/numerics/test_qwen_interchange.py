@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import chz
@@ -253,7 +255,7 @@ def quantised(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tens
     return payload, scales, exact
 
 
-@pytest.mark.parametrize("name,apart", [("qwen3_vl_moe", False), ("qwen3_5_moe", True), ("qwen3_5", False)])
+@pytest.mark.parametrize("name,apart", [("qwen3_vl_moe", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True), ("qwen3_5", False)])
 def test_float8_releases_are_dequantised(name, apart, tmp_path):
     """The text model's projections in blocks, stacks of experts among them; the tower, norms, routers, embeddings and small projections as they are."""
     config = MODELS[name]()
@@ -275,6 +277,66 @@ def test_float8_releases_are_dequantised(name, apart, tmp_path):
         if ".experts." in each or each.endswith("attention.wg.weight"):
             box = Box(tuple(size // 3 for size in shape), tuple(size - size // 3 - 1 for size in shape))
             assert torch.equal(one.read(each, box), other.read(each, box)), each
+
+
+def in_float8(folder: Path, size: int, fmt: str | None = None) -> dict[str, torch.Tensor]:
+    """The folder's experts quantised by transformers itself, under its names; returns what the stored tensors stand for, by transformers too."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
+    config = SimpleNamespace(weight_block_size=(size, size), scale_fmt=fmt)
+    quantise, dequantise = (op(SimpleNamespace(quantization_config=config)) for op in (Fp8Quantize, Fp8Dequantize))
+    exact = load_file(folder / "model.safetensors")
+    stored = dict(exact)
+    for key in [each for each in exact if ".experts." in each]:
+        pair = quantise.convert({key: exact[key]})
+        stored |= pair
+        values, scales = pair.values()
+        exact[key] = dequantise._dequantize_one(values, scales, torch.float32)
+    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, folder / "model.safetensors")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    return exact
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("fmt", [None, "ue8m0", "bytes"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_scales_of_experts_have_the_names_and_the_meaning_of_transformers(apart, fmt, tmp_path):
+    """One by one and in stacks; scales as numbers, and as exponents of 2 of either dtype."""
+    release(tmp_path / "plain", hybrid(True, ahead=1), apart)
+    shutil.copytree(tmp_path / "plain", tmp_path / "fp8")
+    exact = in_float8(tmp_path / "fp8", 16, fmt and "ue8m0")
+    tensors = load_file(tmp_path / "fp8" / "model.safetensors")
+    at = "model.language_model.layers.0.mlp.experts"
+    names = [f"{at}.3.up_proj.weight_scale_inv"] if apart else [f"{at}.gate_up_proj_scale_inv", f"{at}.down_proj_scale_inv"]
+    assert set(names) < set(tensors) and (apart or tensors[names[0]].shape == (4, 4, 4))
+    if fmt == "bytes":
+        narrow = {key: tensor.view(torch.uint8) if key.endswith("_scale_inv") else tensor for key, tensor in tensors.items()}
+        save_file(narrow, tmp_path / "fp8" / "model.safetensors")
+    save_file({key: tensor.contiguous() for key, tensor in exact.items()}, tmp_path / "plain" / "model.safetensors")
+    one, other = open_weights(tmp_path / "fp8"), open_weights(tmp_path / "plain")
+    for each in one.shapes():
+        assert torch.equal(one.read(each), other.read(each)), each
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_missing_scales_of_experts_are_told_by_name(apart, tmp_path):
+    release(tmp_path / "hub", hybrid(True), apart)
+    in_float8(tmp_path / "hub", 16)
+    tensors = load_file(tmp_path / "hub" / "model.safetensors")
+    weight = "model.language_model.layers.1.mlp.experts." + ("2.up_proj.weight" if apart else "gate_up_proj")
+    scales = tensors.pop(f"{weight}_scale_inv")
+    save_file(tensors, tmp_path / "hub" / "model.safetensors")
+    said = rf"missing: {re.escape(weight)}_scale_inv\n{re.escape(weight)} is stored in float8_e4m3fn and needs {re.escape(weight)}_scale_inv: .*16 x 16"
+    with pytest.raises(CheckpointError, match=said):
+        open_weights(tmp_path / "hub")
+    save_file({**tensors, f"{weight}.scale": scales}, tmp_path / "hub" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"used by nothing: {re.escape(weight)}\.scale \(nearest: {re.escape(weight)}_scale_inv"):
+        open_weights(tmp_path / "hub")
+    save_file({**tensors, f"{weight}_scale_inv": scales[..., :1].contiguous()}, tmp_path / "hub" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(weight)}_scale_inv has shape .*blocks of 16 x 16 of"):
+        open_weights(tmp_path / "hub")
 
 
 # ---------------------------------------------------------------- what does not fit

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from intarsia_huggingface.boxes import read_box
 from intarsia_huggingface.config import TokenizerJsonConfig
 from intarsia_huggingface.processors import differences, found_in, log, processor_of
-from intarsia_huggingface.quantised import SUFFIX, Blocks, blocks_of
+from intarsia_huggingface.quantised import SUFFIX, Blocks, blocks_of, numbers_of
 from intarsia_huggingface.rules import Row, choose, expand, experts_of, formed, to_theirs, twins, whole_numbers
 from intarsia_huggingface.safetensors_file import BLOCK_BYTES, SafetensorsFile
 
@@ -179,6 +179,8 @@ class HFFolder:
         hint = (
             f"\nconfig.json says that the output projection is not tied to the embedding, so {heads.pop()} must be there." if heads else ""
         )
+        if unscaled:
+            hint += f"\n{self._blocks.lacking(sorted(name.removesuffix(SUFFIX) for name in unscaled))}"
         if not self._blocks.rows and any(name.endswith(SUFFIX) for name in surplus):
             hint += f"\n{CONFIG} has no quantization_config, so nothing says how the weights beside {SUFFIX} are quantised. Take the {CONFIG} that belongs to these files."
         hint += "".join(
@@ -289,7 +291,7 @@ class HFFolder:
         if not self._blocks.holds(file.tensors[theirs]):
             return file.read(theirs, part)
         scale = self._blocks.scale_name(theirs)
-        scales = self._files[scale].read(scale, self._blocks.scale_box(part))
+        scales = numbers_of(self._files[scale].read(scale, self._blocks.scale_box(part)))
         if not bool((scales.isfinite() & (scales >= 0)).all()):
             raise CheckpointError(
                 f"{self.location}: {scale} has scales that are negative or not finite, of which no weights can be made. Fetch the file again."

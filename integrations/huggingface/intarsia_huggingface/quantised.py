@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from intarsia_huggingface.safetensors_file import Place
 
 STORED = "float8_e4m3fn"
 SUFFIX = "_scale_inv"
-SCALES = ("float32", "bfloat16")
+SCALES = ("float32", "bfloat16", "float8_e8m0fnu", "uint8")
+"""What scales are stored in; the last two are exponents of 2, one byte each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Blocks:
         return bool(self.rows) and place.dtype == STORED
 
     def scale_name(self, name: str) -> str:
-        """What the tensor with the scales of `name` is called."""
+        """What the tensor with the scales of `name` is called: `experts.3.up_proj.weight_scale_inv` of one expert's `experts.3.up_proj.weight`, and of the stack `experts.gate_up_proj`
+        `experts.gate_up_proj_scale_inv`."""
         return name + SUFFIX
 
     def problems(self, name: str, place: Place, scale: Place) -> list[str]:
@@ -54,8 +56,14 @@ class Blocks:
         end = tuple(-(-last // size) for last, size in zip(box.end, sizes, strict=True))
         return Box(start, tuple(max(0, last - first) for first, last in zip(start, end, strict=True)))
 
+    def lacking(self, names: Sequence[str]) -> str:
+        """What to say where weights are there and their scales are not."""
+        shown = "; ".join(f"{name} is stored in {STORED} and needs {self.scale_name(name)}" for name in names[:3])
+        more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"{shown}{more}: of a matrix one number for each block of {self.rows} x {self.columns}, of a stack of matrices a stack of these."
+
     def dequantised(self, box: Box, stored: Tensor, scales: Tensor) -> Tensor:
-        """float32 values of `box`, from its stored ones and the scales of `scale_box(box)`. Of a stack of matrices each has its own blocks."""
+        """float32 values of `box`, from its stored ones and the scales of `scale_box(box)` (`numbers_of`). Of a stack of matrices each has its own blocks."""
         if stored.dim() > 2 and stored.shape[0]:
             inner = Box(box.start[1:], box.size[1:])
             return torch.stack([self.dequantised(inner, *pair) for pair in zip(stored, scales, strict=True)])
@@ -63,13 +71,18 @@ class Blocks:
         if not out.numel():
             return out
         columns = torch.arange(box.start[1], box.end[1]) // self.columns - box.start[1] // self.columns
-        spread = scales.float().index_select(1, columns)
+        spread = scales.index_select(1, columns)
         first = 0
         for row in spread:
             last = min(box.size[0], (box.start[0] + first) // self.rows * self.rows + self.rows - box.start[0])
             out[first:last] *= row
             first = last
         return out
+
+
+def numbers_of(scales: Tensor) -> Tensor:
+    """Scales in float32."""
+    return (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
 def blocks_of(config: Mapping[str, Any], where: str) -> Blocks:
