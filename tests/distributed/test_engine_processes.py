@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import pytest
 from intarsia.config import Recipe
+from intarsia.errors import UsageError
 from intarsia.plugins import current
 from intarsia_eager.config import WholeConfig
 from intarsia_generation.engine.config import LocalConfig
-from intarsia_rl.contracts import Generator, GeneratorContext
+from intarsia_rl.contracts import Generated, Generator, GeneratorContext
 from intarsia_rl.processes.config import LocalProcessesConfig
 from intarsia_rl.processes.plain import plain_config, plain_recipe
 from intarsia_rl.processes.remote import RemoteGenerator
@@ -53,7 +56,30 @@ def test_promises_are_kept_in_another_process() -> None:
             case.test_pause_that_finishes,
             case.test_abort,
             case.test_impossible_requests_are_usage_errors,
+            case.test_closing,
         ):
             promise()
+    finally:
+        Remote.teardown_class()
+
+
+def test_what_runs_as_it_is_closed_ends_as_aborted() -> None:
+    """With the tokens that it has, as the generator in its process ends it, and not with the end of that process."""
+    case = Remote()
+
+    async def closed() -> Generated:
+        some = asyncio.Event()
+        request = case.request(case.prompts()[0], max_tokens=30)
+        task = asyncio.ensure_future(generator.generate(request, lambda tokens: some.set()))
+        await some.wait()
+        await asyncio.gather(generator.close(), generator.close())
+        return await task
+
+    try:
+        generator = case.stage().fresh(1)
+        result = case.stage().run(closed())
+        assert result.finish in ("abort", "length") and result.tokens
+        with pytest.raises(UsageError, match="was closed: it takes no `stats`"):
+            case.stage().run(generator.stats())
     finally:
         Remote.teardown_class()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,17 +12,22 @@ from intarsia.contracts import Limits, Observation, StepResult, Task, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import PluginError, UsageError
 
-from intarsia_rl.contracts import Generated, GeneratorFacts, GeneratorStats, Process, Request, WeightVersion
+from intarsia_rl.contracts import Generated, GeneratorFacts, GeneratorStats, Process, ProcessDied, Request, WeightVersion
 
 if TYPE_CHECKING:
     from intarsia_rl.processes.pools import WorkerMember, WorkerPool
 
 
+CLOSE_S = 5.0
+"""How long a generator may take to end its requests before its process is ended."""
+
+
 class RemoteGenerator:
-    """A Generator that is in another process. Made by `connect`; all calls may raise ProcessDied."""
+    """A Generator that is in another process. Made by `connect`; all calls may raise ProcessDied, but for those of one that was closed: UsageError."""
 
     def __init__(self, process: Process, facts: GeneratorFacts) -> None:
         self.process, self.facts = process, facts
+        self._closing: asyncio.Future[None] | None = None
         self._listeners: dict[str, Callable[[Sequence[int]], None]] = {}
         process.on_message(self._hear)
 
@@ -34,7 +41,7 @@ class RemoteGenerator:
         if on_tokens is not None:
             self._listeners[request.id] = on_tokens
         try:
-            found = expect(await self.process.call("generate", request, on_tokens is not None), Generated, self.process.name)
+            found = expect(await self._call("generate", request, on_tokens is not None), Generated, self.process.name)
         finally:
             self._listeners.pop(request.id, None)
         if found.request != request.id or not len(found.tokens) == len(found.log_probs) == len(found.versions):
@@ -44,27 +51,41 @@ class RemoteGenerator:
 
     async def abort(self, requests: Sequence[str] | None = None) -> None:
         """See Generator."""
-        await self.process.call("abort", None if requests is None else list(requests))
+        await self._call("abort", None if requests is None else list(requests))
 
     async def pause(self, keep: bool = True) -> None:
         """See Generator."""
-        await self.process.call("pause", keep)
+        await self._call("pause", keep)
 
     async def resume(self) -> None:
         """See Generator."""
-        await self.process.call("resume")
+        await self._call("resume")
 
     async def update(self, weights: WeightVersion, in_flight: Literal["continue", "drain"] = "continue") -> None:
         """See Generator."""
-        await self.process.call("update", weights, in_flight)
+        await self._call("update", weights, in_flight)
 
     async def stats(self, timeout_s: float | None = None) -> GeneratorStats:
         """See Generator. TimeoutError where there is no answer in `timeout_s`."""
-        return expect(await self.process.call("stats", timeout_s=timeout_s), GeneratorStats, self.process.name)
+        return expect(await self._call("stats", timeout_s=timeout_s), GeneratorStats, self.process.name)
 
     async def close(self) -> None:
-        """End the generator and its process."""
-        await self.process.stop()
+        """End the generator, which ends what runs, and its process. May be called twice."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._end())
+        await asyncio.shield(self._closing)
+
+    async def _end(self) -> None:
+        try:
+            with contextlib.suppress(ProcessDied, TimeoutError):
+                await self.process.call("close", timeout_s=CLOSE_S)
+        finally:
+            await self.process.stop()
+
+    async def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        if self._closing is not None:
+            raise UsageError(f"{self.process.name} was closed: it takes no `{method}` any more.")
+        return await self.process.call(method, *arguments, timeout_s=timeout_s)
 
     def _hear(self, kind: str, value: Any) -> None:
         if kind == "tokens" and value[0] in self._listeners:
@@ -136,7 +157,7 @@ class RemoteEpisode:
         self.name, self.task, self.seed, self.timeout_s = name, task, seed, timeout_s
         self._pool = pool
         self._place: tuple[int, WorkerMember] | None = None
-        self._closed = False
+        self._closing: asyncio.Future[None] | None = None
 
     async def reset(self) -> Observation:
         """The first observation."""
