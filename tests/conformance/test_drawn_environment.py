@@ -40,6 +40,8 @@ def test_what_is_shown_is_what_is_asked_about() -> None:
             assert answer.content == task.data["answer"] and isinstance(asked.content[0], Media)
             shown.add(asked.content[0].data)
     assert len(shown) == 16 and environment.limits.tokens_per_turn == len("yellow") + 1
+    short = build(DrawnTasksConfig(questions=("colour",), ask=False, answer="letter"))
+    assert {task.data["answer"] for task in short.tasks("train")} == set("rgby") and short.limits.tokens_per_turn == 2
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,8 @@ def test_what_is_shown_is_what_is_asked_about() -> None:
         ({"partial": 1.0}, "partial is 1.0"),
         ({"tokens": 0}, "tokens is 0"),
         ({"tasks": 0}, "tasks is 0"),
+        ({"answer": "letters"}, "letter"),
+        ({"answer": "letter", "questions": ("shape",)}, "answers to 'shape' begin with the same letter"),
         ({"questions": ("colours",)}, "colour"),
     ],
 )

@@ -91,6 +91,19 @@ def test_parts_of_a_model_that_break_it_are_refused():
     assert "jitter" in refusals(recipe("deepseek_v3/debug", f"model.layers.{number}.feed_forward.router.jitter=0.1"))
 
 
+def test_recurrences_and_towers_are_refused_by_name_with_the_reason():
+    """Once for each component, however many layers have it; and what a generator says of states when it is asked all the same."""
+    text = refusals(recipe("qwen3_5/debug"))
+    assert "Model family 'intarsia-qwen3-5:qwen3_5'" in text and "'intarsia-models-common:vision_tower' at model.vision is not" in text
+    assert text.count("gated_delta_net'") == 1 and "model.layers.0.attention and 2 more places" in text
+    assert "operator gated_delta_rule" in text and "token by token" in text
+
+
+def test_a_generator_that_is_cut_is_refused_with_the_reason():
+    text = refusals(recipe("arithmetic/debug", "data.loader.generator.tensor=2"))
+    assert "generator.tensor=2: each rank multiplies a part of a row" in text and "data.loader.generators" in text
+
+
 def test_the_environment_is_checked():
     kernels = {"linear": "intarsia-kernels:linear/unsplit"}
     for environment, words in (({}, "it is not set"), ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, "':4096:8'")):
@@ -110,6 +123,8 @@ def test_the_list_names_every_kernel_and_reason():
     text, facts = _listing(), _supported()
     for row in table.ROWS:
         assert row.kernel in text and row.why in text
+    for name, why in table.REFUSED.items():
+        assert f"{name}: {why}" in text and facts["refused"][name] == why
     assert facts["devices"]["cpu"]["dtypes"] == ["float32", "bfloat16"] and "intarsia-models-common:mla" in facts["components"]
 
 

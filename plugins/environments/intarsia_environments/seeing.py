@@ -13,8 +13,8 @@ from intarsia_qwen3_vl.config import Qwen3VLConfig, qwen3_vl
 from intarsia_environments.config import CharactersConfig
 from intarsia_environments.recipes import small_run
 
-LETTERS = "bdeglnoruwy"
-"""Those of the four colours."""
+LETTERS = "bgry"
+"""The first ones of the four colours."""
 
 
 def small_model(first_special: int) -> Qwen3VLConfig:
@@ -41,9 +41,9 @@ def small_model(first_special: int) -> Qwen3VLConfig:
 
 
 def drawn_debug() -> Recipe:
-    """Name the colour of what is drawn: one image, one word."""
-    environment = DrawnTasksConfig(questions=("colour",), ask=False, instructions="")
+    """Name the colour of what is drawn by its first letter. Seen: held-out reward 0 at first, 0.67 after 20 steps, 1 after 40. Whole words (answer=words) take several times as many."""
+    environment = DrawnTasksConfig(questions=("colour",), answer="letter", ask=False, instructions="")
     tokenizer = CharactersConfig(alphabet=LETTERS, specials=SPECIALS)
-    recipe = small_run("drawn-debug", environment, tokenizer, small_model(len(LETTERS) + 6), steps=150)
+    recipe = small_run("drawn-debug", environment, tokenizer, small_model(len(LETTERS) + 6), steps=60)
     loader = chz.replace(recipe.data.loader, processor=small_processor())
     return chz.replace(recipe, data=chz.replace(recipe.data, loader=loader))

@@ -186,6 +186,9 @@ class DrawnTasksConfig(EnvironmentConfig):
     ask: bool = chz.field(
         default=True, doc="Write the question behind the image; false: the image alone, where there is one kind of question."
     )
+    answer: str = chz.field(
+        default="words", doc="words, or letter: the first letter of the words alone, where these differ within each kind of question."
+    )
     size: int = chz.field(default=32, doc="Pixels on a side.")
     noise: int = chz.field(default=8, doc="Most grey levels by which a pixel is off; 0: none.")
     tasks: int = chz.field(default=2000, doc="Tasks of the split train.")
@@ -210,3 +213,4 @@ class DrawnTasksConfig(EnvironmentConfig):
         }
         if found := [text for text, is_wrong in wrong.items() if is_wrong]:
             raise UsageError(f"drawn: {'; '.join(found)}.")
+        check_choice("drawn.answer", self.answer, ("words", "letter"))

@@ -59,12 +59,21 @@ class Drawn:
         alike = {"questions": config.questions, "size": config.size, "noise": config.noise, "seed": config.seed}
         counts = {"train": config.tasks, "held_out": config.held_out}
         self._sources = {split: DrawnSource(DrawnConfig(documents=counts[split], part=split, **alike)) for split in SPLITS}
-        longest = max(len(answer) for kind in config.questions for answer in ANSWERS[kind])
+        for kind in config.questions:
+            if len({self.shortened(answer) for answer in ANSWERS[kind]}) < len(ANSWERS[kind]):
+                raise UsageError(
+                    f"drawn: answers to {kind!r} begin with the same letter ({', '.join(ANSWERS[kind])}). Set answer=words, or ask other questions."
+                )
+        longest = max(len(self.shortened(answer)) for kind in config.questions for answer in ANSWERS[kind])
         self.limits = Limits(turns=1, tokens_per_turn=config.tokens or longest + 1)
 
     def source(self, split: str) -> DrawnSource:
         """The documents that tasks of a split show."""
         return self._sources[split]
+
+    def shortened(self, answer: str) -> str:
+        """An answer as it is asked for."""
+        return answer[0] if self.config.answer == "letter" else answer
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of a split. UsageError for one that does not exist."""
@@ -72,7 +81,11 @@ class Drawn:
             raise UsageError(f"drawn: there is no split {split!r}. {did_you_mean(split, SPLITS)} Splits: {', '.join(SPLITS)}.")
         source = self.source(split)
         return [
-            Task(f"{split}/{number}", {"number": number, "kind": source.kind_of(number), "answer": source.scene(number).answer}, split)
+            Task(
+                f"{split}/{number}",
+                {"number": number, "kind": source.kind_of(number), "answer": self.shortened(source.scene(number).answer)},
+                split,
+            )
             for number in range(len(source))
         ]
 

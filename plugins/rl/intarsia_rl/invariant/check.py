@@ -77,7 +77,8 @@ def kernel_problems(choices: Mapping[str, str], device: str, dtype: str, environ
 
 def cut_text(tensor: int) -> str:
     """Why a generator that is cut is refused."""
-    return f"generator.tensor={tensor}: ranks would sum what the trainer sums alone. Use generator.tensor=1, and more generators (data.loader.generators) in the place of ranks."
+    why = table.REFUSED["generator.tensor above 1"]
+    return f"generator.tensor={tensor}: {why[0].lower()}{why[1:]} Use generator.tensor=1, and more generators (data.loader.generators) in the place of ranks."
 
 
 def _settings(recipe: Recipe, device: str, dtype: str) -> Iterator[str]:
@@ -106,16 +107,21 @@ def _model(recipe: Recipe, plugins: Plugins) -> Iterator[str]:
     family = plugins.entry_of(recipe.model).full_name
     if family not in table.MODELS:
         yield f"Model family {family!r} is not in its table ({', '.join(table.MODELS)})."
+    refused: dict[str, list[str]] = {}
     for path, node in _nodes(recipe.model, "model"):
         if isinstance(node, ComponentConfig):
             name = plugins.entry_of(node).full_name
             if name not in table.COMPONENTS:
-                yield f"Component {name!r} at {path} is not in its table."
+                refused.setdefault(name, []).append(path)
             if getattr(node, "jitter", 0.0):
                 yield f"{path}.jitter multiplies what the trainer's router sees by noise. Use {path}.jitter=0."
         dispatcher = getattr(node, "dispatcher", None)
         if isinstance(dispatcher, Config) and plugins.entry_of(dispatcher).full_name not in table.DISPATCHERS:
             yield f"Dispatcher {plugins.entry_of(dispatcher).full_name!r} at {path} is not in its table ({', '.join(table.DISPATCHERS)})."
+    for name, paths in refused.items():
+        more = f" and {len(paths) - 1} more places" if len(paths) > 1 else ""
+        why = f" {table.REFUSED[name]}" if name in table.REFUSED else ""
+        yield f"Component {name!r} at {paths[0]}{more} is not in its table.{why}"
 
 
 def _nodes(value: Any, path: str) -> Iterator[tuple[str, Config]]:

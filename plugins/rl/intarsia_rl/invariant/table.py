@@ -128,6 +128,19 @@ COMPONENTS: Mapping[str, str] = {
 """Components of models that call nothing but operators and what is row by row in torch."""
 
 MODELS = ("intarsia-llama3:llama3", "intarsia-deepseek-v3:deepseek_v3", "intarsia-qwen3:qwen3")
+REFUSED: Mapping[str, str] = {
+    "intarsia-models-common:gated_delta_net": "It is a recurrence (operator gated_delta_rule): a trainer sums over chunks that begin with a sequence, a generator goes on token by token and in chunks that begin anywhere, and the "
+    "sigmoids of its gates are in no operator.",
+    "intarsia-models-common:vision_tower": "Nobody has shown that features of an image do not depend on the images beside it.",
+    "generator.tensor above 1": "Each rank multiplies a part of a row, and the partial products are added up afterwards: another order of sums than the trainer's, which has the whole row.",
+    "mesh.tp, mesh.cp, mesh.ep or mesh.pp above 1": "Ranks of the trainer would sum what a generator sums alone.",
+    "compile.mode other than none": "Compiled code rounds otherwise than the generator's.",
+    "jitter of a router": "The trainer's routers would see noise, and the generator's would not.",
+    "dispatchers that drop tokens": "What is dropped depends on the batch.",
+    "weights gathered as float8": "The generator holds them unrounded.",
+}
+"""What the mode refuses by name, components first, and why."""
+
 DISPATCHERS = ("intarsia-models-common:local",)
 MESH = ("dp_replicate", "dp_shard")
 """Axes of the mesh that may be larger than 1: the others sum over ranks what a generator sums alone."""

@@ -111,6 +111,7 @@ def _supported() -> dict[str, Any]:
         "dispatchers": list(table.DISPATCHERS),
         "mesh": list(table.MESH),
         "compile": "none",
+        "refused": dict(table.REFUSED),
     }
 
 
@@ -127,4 +128,5 @@ def _listing() -> str:
     lines.append(f"components: {', '.join(table.COMPONENTS)}")
     lines.append(f"dispatchers of experts: {', '.join(table.DISPATCHERS)}")
     lines.append(f"mesh: {', '.join(table.MESH)} may be above 1; compile.mode: none")
+    lines += ["", "refused by name, among others:", *(f"  {name}: {why}" for name, why in table.REFUSED.items())]
     return "\n".join(lines)
