@@ -34,10 +34,11 @@ def test_under_the_interpreter(name: str) -> None:
 
 
 @NEEDS_TRITON
-def test_states_go_through_tensor_cores_and_two_programs_fit() -> None:
-    """Needs no GPU, only the compiler."""
+@pytest.mark.parametrize("name", ["compiled", "wide_numbers"])
+def test_by_the_compiler_alone(name: str) -> None:
+    """Needs no GPU: states go through tensor cores and two programs fit; numbers in float64 are narrowed."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, __file__, "compiled"], capture_output=True, text=True, env=environment, timeout=600, check=False)
+    run = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -244,27 +245,49 @@ def check_convolutions() -> None:
 
 def check_compiled() -> None:
     """For compute capability 9.0 at the width of released models: products of states are warp groups' (their left factors from registers), and two programs share a multiprocessor."""
-    import triton
     from intarsia_kernels.delta_rule import recurrence, settings
+
+    cuts = settings.NARROW[128]
+    for kernel, cut_ in ((recurrence.forward_kernel, cuts.forward), (recurrence.backward_kernel, cuts.backward)):
+        compiled = compiled_for_hopper(kernel, cut_, {"BLOCK_V": cut_.block})
+        assert "wgmma.mma_async" in compiled.asm["ptx"] and "mma.sync" not in compiled.asm["ptx"].replace("wgmma.mma_async.sync", "")
+        assert cut_.resident == 2 and compiled.metadata.shared <= RESIDENT, compiled.metadata.shared
+
+
+def check_wide_numbers() -> None:
+    """Compiled regions hand over scale and epsilon in float64: nothing is computed in it."""
+    from intarsia_kernels.delta_rule import gradients, prepare, settings
+
+    cuts = settings.NARROW[128]
+    for kernel, cut_, block in (
+        (prepare.prepare_kernel, cuts.prepare, {"BLOCK_K": cuts.prepare.block}),
+        (gradients.gradients_kernel, cuts.gradients, {"BLOCK_V": cuts.gradients.block}),
+    ):
+        ptx = compiled_for_hopper(kernel, cut_, block).asm["ptx"]
+        wide = [line for line in ptx.splitlines() if ".f64" in line and not any(word in line for word in ("cvt.", ".reg", ".param"))]
+        assert not wide, wide[:5]
+
+
+def compiled_for_hopper(kernel: Any, cut_: Any, block: dict[str, int]) -> Any:
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    cuts = settings.NARROW[128]
-    floats = ("factors_pointer", "state_pointer", "final_pointer", "dfinal_pointer", "dstate_pointer")
-    integers = ("borders_pointer", "runs_pointer", "count_pointer")
-    for kernel, cut_ in ((recurrence.forward_kernel, cuts.forward), (recurrence.backward_kernel, cuts.backward)):
-        types = {name: "*bf16" if name.endswith("_pointer") else "i32" for name in kernel.arg_names}
-        types |= dict.fromkeys(floats, "*fp32") | dict.fromkeys(integers, "*i32") | {"counts_pointer": "*i64"}
-        given = {"K": 128, "V": 128, "C": cuts.chunk, "BLOCK_V": cut_.block, "STAGES": cut_.stages, "PRECISION": "tf32x3"}
-        given |= {"DOCUMENTS": True, "COUNTS": False, "STATE": False, "OUTPUT": True, "KEEP": True, "FINAL": False}
-        given = {name: value for name, value in given.items() if name in kernel.arg_names}
-        signature = {name: "constexpr" if name in given else types[name] for name in kernel.arg_names}
-        aligned = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
-        source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in given.items()}, aligned)
-        options = {"num_warps": cut_.warps, "num_stages": cut_.stages}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert "wgmma.mma_async" in compiled.asm["ptx"] and "mma.sync" not in compiled.asm["ptx"].replace("wgmma.mma_async.sync", "")
-        assert cut_.resident == 2 and compiled.metadata.shared <= RESIDENT, compiled.metadata.shared
+    floats = ("factors_pointer", "state_pointer", "final_pointer", "dfinal_pointer", "dstate_pointer", "decay_pointer", "beta_pointer")
+    floats += ("ddecay_pointer", "dbeta_pointer")
+    integers = ("borders_pointer", "runs_pointer", "count_pointer", "ordinals_pointer")
+    types = {name: "*bf16" if name.endswith("_pointer") else "i32" for name in kernel.arg_names}
+    types |= dict.fromkeys(floats, "*fp32") | dict.fromkeys(integers, "*i32") | {"counts_pointer": "*i64", "documents_pointer": "*i64"}
+    types |= {"scale": "fp64", "eps": "fp64"}
+    given = {"K": 128, "V": 128, "C": 64, "STAGES": cut_.stages, "PRECISION": "tf32x3", **block}
+    given |= {"DOCUMENTS": True, "COUNTS": False, "STATE": False, "OUTPUT": True, "KEEP": True, "FINAL": False}
+    given |= {"NORMALISE": True, "EXACT": False}
+    given = {name: value for name, value in given.items() if name in kernel.arg_names}
+    signature = {name: "constexpr" if name in given else types[name] for name in kernel.arg_names}
+    aligned = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in given.items()}, aligned)
+    options = {"num_warps": cut_.warps, "num_stages": cut_.stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 if __name__ == "__main__":

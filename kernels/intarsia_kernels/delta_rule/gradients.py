@@ -60,6 +60,7 @@ def gradients_kernel(
     COUNTS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program for each chunk and head."""
+    scale = tl.cast(scale, tl.float32)  # a compiler hands over numbers of Python in float64
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = chunk // chunks
     start = (chunk - row * chunks) * C

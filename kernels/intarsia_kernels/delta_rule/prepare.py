@@ -117,6 +117,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """A program for each chunk and head: T and P [N of all rows, H, C, C], factors [N, H, FACTORS, C] float32; where there are documents, which one of the chunk's each token is of, counted
     from that which enters, [N, C] int32, and borders [N, 2] int32: how many tokens are of that one, and from which on they are of that which goes on."""
+    # Compilers hand over numbers of Python in float64.
+    scale, eps = tl.cast(scale, tl.float32), tl.cast(eps, tl.float32)
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = chunk // chunks
     start = (chunk - row * chunks) * C

@@ -26,7 +26,8 @@ def _forward(x_pointer, weight_pointer, y_pointer, rstd_pointer, columns, eps, H
     mask = offsets < columns
     x = tl.load(x_pointer + row * columns + offsets, mask=mask, other=0.0)
     wide = x.to(tl.float32)
-    rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / columns + eps)
+    # Compilers hand over numbers of Python in float64.
+    rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / columns + tl.cast(eps, tl.float32))
     y = (wide * rstd).to(x.dtype)
     if HAS_WEIGHT:
         y = (y.to(tl.float32) * tl.load(weight_pointer + offsets, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
