@@ -157,7 +157,7 @@ class RemoteEpisode:
         self.name, self.task, self.seed, self.timeout_s = name, task, seed, timeout_s
         self._pool = pool
         self._place: tuple[int, WorkerMember] | None = None
-        self._closing: asyncio.Future[None] | None = None
+        self._closed = False
 
     async def reset(self) -> Observation:
         """The first observation."""
