@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from intarsia.contracts import Limits, Observation, Rubric, StepResult, Task, Turn
 from intarsia.errors import UsageError, did_you_mean
@@ -56,7 +57,7 @@ class Drawn:
 
     def __init__(self, config: DrawnTasksConfig):
         self.config = config
-        alike = {"questions": config.questions, "size": config.size, "noise": config.noise, "seed": config.seed}
+        alike: dict[str, Any] = {"questions": config.questions, "size": config.size, "noise": config.noise, "seed": config.seed}
         counts = {"train": config.tasks, "held_out": config.held_out}
         self._sources = {split: DrawnSource(DrawnConfig(documents=counts[split], part=split, **alike)) for split in SPLITS}
         for kind in config.questions:

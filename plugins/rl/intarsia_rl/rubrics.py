@@ -120,7 +120,7 @@ def transcript(task: Task, turns: Sequence[Turn]) -> str:
         text = (
             turn.content
             if isinstance(turn.content, str)
-            else " ".join(part if isinstance(part, str) else f"[{part.kind}]" for part in turn.content)
+            else " ".join(part if isinstance(part, str) else f"[{part.kind}]" for part in turn.content if not isinstance(part, int))
         )
         calls = "".join(f"\n[calls {call.name} with {call.arguments}]" for call in turn.tool_calls)
         lines.append(f"{turn.role}: {text}{calls}")

@@ -69,7 +69,7 @@ def look(request: Request, processor: Any) -> Sight:
         for first, count in slot.spans:
             done = sum(each for start, each in slot.spans if start < first)
             visual_S[first : first + count] = torch.arange(seen + done, seen + done + count)
-        media.append(Seen(slot.at, slot.stop, seen, seen + slot.features, tuple(slot.grid), torch.from_numpy(patches), digest))
+        media.append(Seen(slot.at, slot.stop, seen, seen + slot.features, slot.grid, torch.from_numpy(patches), digest))
         seen += slot.features
     positions_3S = torch.from_numpy(found.positions_3N)
     return Sight(positions_3S, visual_S, tuple(media), int(positions_3S.max()) + 1 - len(found.tokens_N))

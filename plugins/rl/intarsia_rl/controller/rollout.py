@@ -85,7 +85,7 @@ class SegmentBuilder:
     def build(self) -> Segment:
         """The segment as it is now."""
         routes = Routes(b"".join(self._routes), (self._covered, *self._routes_shape)) if self._covered else None
-        tokens, trained, log_probs, versions = map(tuple, (self.tokens, self.trained, self.log_probs, self.versions))
+        tokens, trained, log_probs, versions = tuple(self.tokens), tuple(self.trained), tuple(self.log_probs), tuple(self.versions)
         return Segment(tokens, trained, log_probs, versions, routes, self.actor, tuple(self.media))
 
 
