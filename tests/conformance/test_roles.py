@@ -135,6 +135,10 @@ class TestMediaShared(TestMedia):
     vision = "shared"
 
 
+class TestMediaBalanced(TestMedia):
+    vision = "balanced"
+
+
 class TestReplicatedOfTheBatch(TestMedia):
     entry = "intarsia-parallel:replicated"
 

@@ -21,6 +21,7 @@ RECIPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 FOUR = ("train.micro_batch=2",)
 PIPELINE = ("engine=pipeline", *FOUR)
 SHARED = ("parallel=declared", "parallel.vision=shared")
+BALANCED = ("parallel=declared", "parallel.vision=balanced")
 Mesh = tuple[int, bool, tuple[str, ...]]
 
 # Processes, whether one process has four micro-batches, and overrides.
@@ -38,6 +39,8 @@ EXPERTS: dict[str, Mesh] = {
 }
 COMBINED: dict[str, Mesh] = {
     "tp2 pp2": (4, True, ("mesh.tp=2", "mesh.pp=2", *PIPELINE, "engine.schedule=zb_h1", *SHARED)),
+    "pp2 dp2, images balanced": (4, True, ("mesh.pp=2", "mesh.dp_shard=2", "engine=pipeline", "train.micro_batch=1", *BALANCED)),
+    "dp2, images balanced": (2, False, ("mesh.dp_shard=2", "train.micro_batch=4", "recompute.mode=blocks", *BALANCED)),
     "tp2 cp2 dp2": (8, False, ("mesh.tp=2", "mesh.cp=2", "mesh.dp_shard=2", "train.micro_batch=4")),
     "pp2 cp2 tp2": (8, True, ("mesh.pp=2", "mesh.cp=2", "mesh.tp=2", *PIPELINE)),
 }

@@ -1,6 +1,6 @@
 """A language model that sees, on meshes: losses and every gradient, the vision tower's among them, are those of one process, with images on some ranks, on one, and on none.
 
-Whole: each rank runs the tower on all images of its rows. Shared: ranks that hold parts of the same rows deal the frames out. FlexShard shards in debug mode; float32 over gloo.
+Whole: each rank runs the tower on all images of its rows. Shared: ranks that hold parts of the same rows deal the frames out. Balanced: all ranks of a stage do. FlexShard shards in debug mode; float32 over gloo.
 """
 
 from __future__ import annotations
@@ -47,6 +47,15 @@ JOBS = {
         job({**TP2, **CP2}, "shared"),
         job({**DP2, **TP2}, "shared", "one rank has none"),
         job({**PP2, **TP2}, "shared"),
+        job(DP2, "balanced"),
+        job(DP2, "balanced", "one rank has none", recompute=True),
+        job(DP2, "balanced", "one rank has none", frozen=TOWER),
+        job(DP2, "balanced", "nobody has any"),
+        job(DP2, "balanced", "text"),
+        job(CP2, "balanced"),
+        job({"dp_replicate": 2, **DP2}, "balanced"),
+        job({**DP2, **TP2}, "balanced", "one rank has none"),
+        job({**DP2, **CP2}, "balanced"),
     ]
 }
 

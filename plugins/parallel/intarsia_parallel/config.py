@@ -8,7 +8,7 @@ from intarsia.errors import UsageError, did_you_mean
 from intarsia_models_common.config import check_between
 from intarsia_models_common.moe.config import DispatcherConfig
 
-VISION = ("whole", "shared")
+VISION = ("whole", "shared", "balanced")
 
 
 @chz.chz(typecheck=True)
@@ -35,8 +35,8 @@ class DeclaredConfig(ParallelConfig):
     # Vision towers (roles/media.py).
     vision: str = chz.field(
         default="whole",
-        doc="How ranks of cp and tp, which hold parts of the same rows, run a vision tower: whole (each runs all images of its rows), or shared (each runs its share of the frames, and "
-        "features are gathered).",
+        doc="How ranks of cp and tp, which hold parts of the same rows, run a vision tower: whole (each runs all images of its rows), shared (each runs its share of the frames, and "
+        "features are gathered), or balanced (the frames of all data-parallel ranks are dealt out over all ranks of the pipeline stage, so that none waits for the one with the most images).",
     )
 
     # Pipeline stages.

@@ -32,7 +32,7 @@ def offer_roles() -> Sequence[Entry]:
         Entry(
             name="media",
             target=f"{_ROLES}.media:Media",
-            doc="A vision tower: run by every rank on all images of its rows, or on its share of them (parallel.vision).",
+            doc="A vision tower: run by every rank on all images of its rows, or on its share of them, or of all data-parallel ranks' (parallel.vision).",
         ),
         _role("replicated", "ReplicatedConfig", "Sees all tokens with whole parameters, and keeps the own part of the result."),
     ]

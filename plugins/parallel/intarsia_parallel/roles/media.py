@@ -2,7 +2,9 @@
 
 The ranks of cp and tp hold parts of the same rows, and each has all patches of their images. With `parallel.vision=whole` each runs the tower on all of them and uses the features of its
 own tokens: nothing is communicated. With `shared` the frames (which do not see each other) are dealt out over these ranks by what they cost, each runs the tower on its own, and features
-are gathered; backward, each frame's gradients are summed where it was run.
+are gathered; backward, each frame's gradients are summed where it was run. With `balanced` the frames of all data-parallel ranks are dealt out like that over all ranks of the pipeline stage:
+the tower has a data-parallel group of its own, and no rank waits for the one with the most images. Patches go to where a frame is run, features to the ranks that hold its row, and each micro-batch
+begins with all ranks' sizes of images.
 
 Gradients: partial sums along cp and tp. Of all images, what this rank's tokens say; or of this rank's images, what all tokens say.
 """
@@ -18,13 +20,14 @@ from intarsia.comm import Communicator
 from intarsia.errors import PluginError, UsageError
 from torch import Tensor, nn
 
-from intarsia_parallel.collectives import gather
+from intarsia_parallel.collectives import exchange, exchanged, gather
 from intarsia_parallel.config import DeclaredConfig
 from intarsia_parallel.roles.common import Groups, ParameterCuts, wrap
 
 if TYPE_CHECKING:
     from intarsia.config import Recipe
 
+DATA_AXES = ("dp_replicate", "dp_shard")
 Grid = tuple[int, int, int]
 """Frames, rows and columns of patches."""
 
@@ -33,11 +36,11 @@ class Media:
     """See the module. `frame_flops(rows, columns)` of the tower is what a frame costs; `config.merge` the side of the square of patches that makes one feature."""
 
     def __init__(self) -> None:
-        self._is_shared = False
+        self._vision = "whole"
 
     def prepare(self, config: DeclaredConfig, recipe: Recipe) -> None:
         """Take the paralleliser's setting."""
-        self._is_shared = config.vision == "shared"
+        self._vision = config.vision
 
     def check(self, name: str, module: nn.Module, sizes: Mapping[str, int]) -> None:
         """It can be asked what a frame costs and how many patches make a feature."""
@@ -54,7 +57,9 @@ class Media:
     def apply(self, name: str, module: nn.Module, groups: Groups) -> None:
         """Deal frames out and gather features, where they are shared."""
         comm = groups("cp", "tp")
-        if self._is_shared and comm.size > 1:
+        if self._vision == "balanced" and (stage := groups(*DATA_AXES, "cp", "tp")).size > 1:
+            wrap(module, _balanced, stage, comm.size, name, module)
+        elif self._vision == "shared" and comm.size > 1:
             wrap(module, _shared, comm, name, module)
 
 
@@ -62,23 +67,76 @@ class Media:
 def _shared(
     comm: Communicator, name: str, module: Any, forward: Callable[..., Any], patches_NC: Tensor, grids: Sequence[Sequence[int]]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    given = tuple((int(frames), int(rows), int(columns)) for frames, rows, columns in grids)
-    frames = [(rows, columns) for count, rows, columns in given for _ in range(count)]
+    frames, patches = _frames(name, patches_NC, grids)
+    shares = _dealt_by_cost(module, frames, comm.size)
+    own = shares[comm.rank]
+    mine_NC = torch.cat([patches_NC[:0], *(part for part in (patches_NC.split(patches)[i] for i in own))])
+    features_MD, widths = _run(forward, mine_NC, [frames[i] for i in own])
+    merged = [count // module.config.merge**2 for count in patches]
+    counts = [sum(merged[i] for i in share) for share in shares]
+    return _parted(in_order(gather(features_MD, 0, counts, comm, f"{name}, features"), shares, merged), widths)
+
+
+@torch.compiler.disable
+def _balanced(
+    comm: Communicator, inner: int, name: str, module: Any, forward: Callable[..., Any], patches_NC: Tensor, grids: Sequence[Sequence[int]]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`comm` are all ranks of the stage, of which `inner` after another hold parts of the same rows and have the same patches: the first of them gives them away."""
+    own, own_patches = _frames(name, patches_NC, grids)
+    group = comm.rank // inner
+    every = [[tuple(frame) for frame in frames] for frames in comm.gather_json(own, f"{name}, sizes of frames")[::inner]]
+    frames = [frame for each in every for frame in each]
+    owners = [number for number, each in enumerate(every) for _ in each]
+    patches = [rows * columns for rows, columns in frames]
+    merged = [count // module.config.merge**2 for count in patches]
+    shares = _dealt_by_cost(module, frames, comm.size)
+    first = sum(len(each) for each in every[:group])
+
+    def of(share: Sequence[int], owner: int) -> list[int]:
+        return [i for i in share if owners[i] == owner]
+
+    # Patches: from the first rank of a row's ranks to the rank that runs a frame.
+    mine, is_giver = shares[comm.rank], comm.rank % inner == 0
+    given = [of(share, group) if is_giver else [] for share in shares]
+    parts = patches_NC.split(own_patches)
+    sent_NC = torch.cat([patches_NC[:0], *(parts[i - first] for each in given for i in each)])
+    sends = [sum(patches[i] for i in each) for each in given]
+    receives = [sum(patches[i] for i in of(mine, rank // inner)) if rank % inner == 0 else 0 for rank in range(comm.size)]
+    mine_NC = exchanged(sent_NC, sends, receives, comm, f"{name}, patches")
+    features_MD, widths = _run(forward, mine_NC, [frames[i] for i in mine])
+    # Features: from there to all ranks that hold parts of the frame's row.
+    rows = dict(zip(mine, torch.arange(features_MD.shape[0]).split([merged[i] for i in mine]), strict=True))
+    wanted = [of(mine, rank // inner) for rank in range(comm.size)]
+    picked = torch.cat([torch.zeros(0, dtype=torch.int64), *(rows[i] for each in wanted for i in each)]).to(features_MD.device)
+    found = [of(share, group) for share in shares]
+    sends, receives = ([sum(merged[i] for i in each) for each in side] for side in (wanted, found))
+    every_MD = exchange(features_MD.index_select(0, picked), sends, receives, comm, f"{name}, features")
+    order = [[i - first for i in each] for each in found]
+    return _parted(in_order(every_MD, order, merged[first : first + len(own)]), widths)
+
+
+def _frames(name: str, patches_NC: Tensor, grids: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Rows and columns of every frame, and how many patches it has. PluginError unless these are all."""
+    frames = [(int(rows), int(columns)) for count, rows, columns in grids for _ in range(int(count))]
     patches = [rows * columns for rows, columns in frames]
     if patches_NC.shape[0] != sum(patches):
         raise PluginError(f"{name}: the batch has {patches_NC.shape[0]} patches, and its grids speak of {sum(patches)}.")
+    return frames, patches
+
+
+def _dealt_by_cost(module: Any, frames: Sequence[tuple[int, int]], ranks: int) -> tuple[tuple[int, ...], ...]:
     costs = {frame: float(module.frame_flops(*frame)) for frame in set(frames)}
-    shares = dealt(tuple(costs[frame] for frame in frames), comm.size)
-    own = shares[comm.rank]
-    mine_NC = torch.cat([patches_NC[:0], *(part for part in (patches_NC.split(patches)[i] for i in own))])
-    features_MD, further = forward(mine_NC, together([frames[i] for i in own]))
-    merged = module.config.merge**2
-    counts = [sum(patches[i] // merged for i in share) for share in shares]
-    # One gather for all of them: features of a patch lie side by side.
-    every_MD = gather(torch.cat((features_MD, *further), -1), 0, counts, comm, f"{name}, features")
-    every_MD = in_order(every_MD, shares, [count // merged for count in patches])
-    widths = [features_MD.shape[1], *(each.shape[1] for each in further)]
-    first_MD, *rest = every_MD.split(widths, 1)
+    return dealt(tuple(costs[frame] for frame in frames), ranks)
+
+
+def _run(forward: Callable[..., Any], patches_NC: Tensor, frames: Sequence[tuple[int, int]]) -> tuple[Tensor, list[int]]:
+    """The tower's features, all of a patch side by side, so that they travel together; and how wide each is."""
+    features_MD, further = forward(patches_NC, together(frames))
+    return torch.cat((features_MD, *further), -1), [features_MD.shape[1], *(each.shape[1] for each in further)]
+
+
+def _parted(every_MD: Tensor, widths: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    first_MD, *rest = every_MD.split(list(widths), 1)
     return first_MD, tuple(rest)
 
 
