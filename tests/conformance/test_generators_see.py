@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import chz
+import pytest
 from intarsia.config import Recipe
 from intarsia.plugins import current
 from intarsia_eager.config import WholeConfig
@@ -17,6 +18,7 @@ from intarsia_testing import GeneratorConformance
 from tests.support.media import image
 
 
+@pytest.mark.slow
 class TestSees(GeneratorConformance):
     entry = "intarsia-generation:local"
     config = LocalConfig(block=4, max_sequences=6, max_batch_tokens=24, max_tokens=96, device="cpu")

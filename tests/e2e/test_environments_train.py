@@ -67,7 +67,7 @@ def hybrid():
 """
 
 
-@pytest.mark.parametrize("recipe", ["drawn/debug", "recipe.py:hybrid"])
+@pytest.mark.parametrize("recipe", ["drawn/debug", pytest.param("recipe.py:hybrid", marks=pytest.mark.slow)])
 def test_what_is_seen_is_trained_on(recipe: str, tmp_path: Path) -> None:
     """Attention alone with DeepStack, and recurrences with attention: images go from the environment to generator and trainer, whose log-probabilities agree, after an update too."""
     (tmp_path / "recipe.py").write_text(SEEING)
