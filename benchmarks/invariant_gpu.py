@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import statistics
 import subprocess
 import sys
@@ -390,6 +391,8 @@ def main() -> int:
     arguments.recipe = arguments.recipe or ("llama3/debug" if arguments.debug_sizes else "llama3/1b")
     arguments.kind, arguments.deadline = arguments.device, time.monotonic() + arguments.limit_s
     record = Record(arguments)
+    # Ended from outside it still ends its workers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         measure(arguments, record)
     except RuntimeError as error:
