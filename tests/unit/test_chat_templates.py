@@ -99,11 +99,52 @@ TOO_LONG, WITHIN = rf"longer than the 100,000|{IN_ALL}", rf"does not end within|
         ("{% for i in range(90000) %}{% set x = [" + "i," * 3000 + "] %}{% endfor %}", WITHIN),
         ("{% include 'other' %}", r"another template \('other'\)"),
         ("{% import 'os' as os %}", r"another template"),
+        ("{% for a in [1] %}" * 25 + "{% endfor %}" * 25, r"mine is no template that can run: too many statically nested"),
+        ("{% if a %}" * 120 + "{% endif %}" * 120, r"mine is no template that can run: too many levels"),
+        ("{{ dict(a=1, a=2) }}", r"mine is no template that can run: keyword argument repeated"),
+        ("{% break %}", r"mine is no template that can run: .*break"),
+        ("{{ " + "9" * 5000 + " }}", r"mine cannot be read: ValueError"),
+        ("{{ 1|round(-999999999) }}", r"round\(-999999999\) is out of range"),
+        ("{{ 1.5|round(999999999, 'floor') }}", r"round\(999999999\) is out of range"),
+        ("{{ ('f' * 90000)|int(base=16) }}", r"90,000 characters is to be a number"),
+        (
+            "{% set n = namespace(x=1) %}{% for i in range(9000) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            r"\+ would make numbers of more than",
+        ),
+        (
+            "{% set n = namespace(x=1) %}{% for i in range(9000) %}{% set n.x = n.x - -n.x %}{% endfor %}",
+            r"- would make numbers of more than",
+        ),
+        (f"{BIG}{{% for i in range(9000) %}}{{{{ '' if 'b' in a }}}}{{% endfor %}}", IN_ALL),
+        (f"{BIG}{{% set b = 'x' * 90000 %}}{{% for i in range(9000) %}}{{{{ '' if a != b }}}}{{% endfor %}}", IN_ALL),
+        (f"{BIG}{{% for i in range(9000) %}}{{{{ '' if a is upper }}}}{{% endfor %}}", IN_ALL),
+        (f"{BIG}{{% set b = 'y' * 90000 %}}{{% for i in range(9) %}}{{% set c = a.strip(b) %}}{{% endfor %}}", IN_ALL),
     ],
 )
 def test_what_a_template_may_not_do(text: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         run(text)
+
+
+@pytest.mark.parametrize("around", ["{%% for m in messages[:1] %%}%s{%% endfor %%}", "{%% block b %%}%s{%% endblock %%}", "%s"])
+def test_methods_of_texts_are_there_in_loops_and_blocks(around: str) -> None:
+    assert (
+        run(around % "{% set c = 'a-b' %}{{ c.replace('-', '+') }}{{ ','.join([c, c]) }}{{ c.replace('a', 'x', 1).upper() }}")
+        == "a+ba-b,a-bX-B"
+    )
+
+
+def test_numbers_are_reckoned_with_as_far_as_templates_do() -> None:
+    assert run(
+        "{{ 2.345|round(1) }} {{ 1234|round(-2) }} {{ '12'|int + 3 - 1 }} {{ '0x1f'|int(base=16) }} {{ 'a'|int(7) }} {{ '1.5'|float }}"
+    ) == ("2.3 1200 14 31 7 1.5")
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "qwen3_5"])
+def test_a_conversation_as_long_as_may_be_is_within_what_templates_look_through(name: str) -> None:
+    tokenizer = templated(name, characters=100_000)
+    tokens, trained = tokenizer.render([Message("user", "a" * 45_000), Message("assistant", "b" * 45_000)])
+    assert len(tokens) > 90_000 and sum(trained) > 45_000
 
 
 def test_special_tokens_in_the_id_of_a_call_are_text(tmp_path: Path) -> None:

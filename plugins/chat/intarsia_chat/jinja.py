@@ -28,7 +28,11 @@ ITEM, LEAST_IN_ALL = 256, 1 << 24
 NODES_OF_ROUND = 256
 """A body of a loop with so many more nodes counts as one more round."""
 LARGEST_NUMBER = 1 << 12
-"""Bits of a product."""
+"""Bits of a sum, difference or product of whole numbers, and digits of a text that is read as one."""
+MOST_DIGITS = 100
+"""Digits before or behind the point to which a number may be rounded."""
+OF_JINJA = ("_loop_vars", "_block_vars")
+"""What Jinja passes beside the arguments of a call in a loop or a block."""
 
 _METHODS = (
     "append capitalize count endswith find get index isalnum isalpha isdigit islower isspace isupper items join keys lower lstrip partition pop removeprefix "
@@ -38,7 +42,7 @@ _FILTERS = (
     "abs capitalize count d default dictsort e escape first float int items last length list lower map max min reject rejectattr reverse round safe select "
     "selectattr sort title trim unique upper"
 )
-_CHEAP = "abs count d default first float int items last length round safe"
+_CHEAP = "abs count d default first items last length safe"
 """Filters whose work does not grow with what they are given."""
 _OF_TEXT = "capitalize e escape lower title trim upper"
 """Filters that make a text of a text; others take it apart."""
@@ -46,9 +50,13 @@ _TESTS = (
     "boolean callable defined divisibleby eq equalto even false filter float ge greaterthan gt in integer iterable le lessthan lower lt mapping ne none number odd "
     "sameas sequence string test true undefined upper == != > >= < <="
 )
+READING_TESTS = ("lower", "upper")
+"""Tests that read the text that they are of; others look at its type, or are comparisons."""
+SLOW_METHODS, LONG = ("lstrip", "rfind", "rpartition", "rsplit", "rstrip", "strip"), 64
+"""Methods whose work may be the product of both texts' lengths, and from what length of the second on that counts."""
 METHODS, FILTERS, TESTS, CHEAP, OF_TEXT = (frozenset(names.split()) for names in (_METHODS, _FILTERS, _TESTS, _CHEAP, _OF_TEXT))
 HOLDS_ITEMS, PLAIN = (list, tuple, KeysView, ValuesView, ItemsView), (int, float, type(None))
-GROWING = frozenset({"+", "*", "**", "%"})
+GROWING = frozenset({"+", "-", "*", "**", "%"})
 DEEPEST_INDENT = 16
 
 
@@ -117,6 +125,8 @@ class _Counted(NodeTransformer):
     def visit_Test(self, node: nodes.Test) -> nodes.Test:
         self.generic_visit(node)
         node.args = [_weighed(value, node.name) for value in node.args]
+        if node.name in READING_TESTS:
+            node.node = _weighed(node.node, node.name)
         return node
 
 
@@ -154,7 +164,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.characters, self.in_all, self.budget = characters, max(IN_ALL * characters, LEAST_IN_ALL), _Budget()
         self.begin(0)
         own = {"tojson": self.to_json, "join": self.join, "replace": self.replace, "string": lambda value: str(self.sized(value))}
-        self.filters = {name: self.counted(name, value) for name, value in self.filters.items() if name in FILTERS} | own
+        numbers = {name: _number(self.filters[name]) for name in ("int", "float")} | {"round": _rounding(self.filters["round"])}
+        self.filters = {name: self.counted(name, value) for name, value in self.filters.items() if name in FILTERS} | own | numbers
         self.tests = {name: value for name, value in self.tests.items() if name in TESTS}
         kept = {name: self.globals[name] for name in ("range", "dict")}
         self.globals = {**kept, "namespace": _Namespace, "raise_exception": _raise_exception}
@@ -201,7 +212,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def weighed(self, value: Any, operator: str) -> Any:
         """`value`, which is about to be compared, or to be searched."""
-        if not isinstance(value, str) and not (isinstance(value, Mapping) and operator in ("in", "notin")):
+        if isinstance(value, str):
+            self.spend(len(value))
+        elif not (isinstance(value, Mapping) and operator in ("in", "notin")):
             self.sized(value)
         return value
 
@@ -263,13 +276,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if owner is self:
             return super().call(context, obj, *args, **kwargs)
         self.work()
-        self.sized([*args, *kwargs.values()])
+        given = {key: value for key, value in kwargs.items() if key not in OF_JINJA}
+        self.sized([*args, *given.values()])
         if isinstance(owner, str) and name == "replace":
-            return self.replace(owner, *args, **kwargs)
+            return self.replace(owner, *args, **given)
         if isinstance(owner, str) and name == "join" and args:
             args = (self._spread(list(args[0]), owner), *args[1:])
         if isinstance(owner, str):
-            self.spend(len(owner))
+            others = sum(len(value) for value in [*args, *given.values()] if isinstance(value, str))
+            self.spend(len(owner) * (1 + (others // LONG if name in SLOW_METHODS else 0)))
         return self.sized(super().call(context, obj, *args, **kwargs))
 
     def get_template(self, name: Any, *_: Any, **__: Any) -> Any:
@@ -283,7 +298,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """`+ * ** %`, which make long things out of short ones."""
+        """`+ - * ** %`, which make long things out of short ones, and large numbers out of small ones."""
         if operator == "%" and isinstance(left, str):
             raise TooMuch("formatting by % is not offered to chat templates; use ~")
         if operator == "**":
@@ -292,7 +307,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         times = [side for side in (left, right) if isinstance(side, int)]
         if (sum(lengths) if operator == "+" else sum(lengths) * sum(times)) > self.characters:
             raise TooMuch(f"{operator} would make something longer than {self.characters:,} characters")
-        if operator == "*" and not lengths and sum(side.bit_length() for side in times) > LARGEST_NUMBER:
+        bits = [side.bit_length() for side in times]
+        if not lengths and bits and (sum(bits) if operator == "*" else max(bits)) > LARGEST_NUMBER:
             raise TooMuch(f"{operator} would make numbers of more than {LARGEST_NUMBER:,} bits")
         found = super().call_binop(context, operator, left, right)
         self.spend(_length(found))
@@ -311,6 +327,30 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if indent is not None and not 0 <= int(indent) <= DEEPEST_INDENT:
             raise TooMuch(f"tojson(indent={indent}) is out of range: at most {DEEPEST_INDENT}")
         return json.dumps(self.sized(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _number(apply: Any) -> Any:
+    """The filter `int` or `float`, of texts that are no longer than a number is."""
+
+    @functools.wraps(apply)
+    def filtered(value: Any, *others: Any, **named: Any) -> Any:
+        if isinstance(value, str) and len(value) > LARGEST_NUMBER:
+            raise TooMuch(f"a text of {len(value):,} characters is to be a number: at most {LARGEST_NUMBER:,}")
+        return apply(value, *others, **named)
+
+    return filtered
+
+
+def _rounding(apply: Any) -> Any:
+    """The filter `round`, which else would reckon with 10 to the power of what it is told."""
+
+    @functools.wraps(apply)
+    def filtered(value: Any, precision: Any = 0, method: Any = "common") -> Any:
+        if not -MOST_DIGITS <= precision <= MOST_DIGITS:
+            raise TooMuch(f"round({precision}) is out of range: at most {MOST_DIGITS} digits")
+        return apply(value, precision, method)
+
+    return filtered
 
 
 def _length(value: Any) -> int:
@@ -339,8 +379,12 @@ class CompiledTemplate:
             code: Any = self._environment.compile(parsed, filename=self._file)
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"Chat template {name}, line {error.lineno}: {_sentence(error.message or '')}") from error
-        except RecursionError as error:
+        except (RecursionError, MemoryError) as error:
             raise UsageError(f"Chat template {name} is nested too deeply.") from error
+        except SyntaxError as error:  # of the Python that Jinja makes of it, whose lines are others
+            raise UsageError(f"Chat template {name} is no template that can run: {_sentence(error.msg)}") from error
+        except Exception as error:  # numbers of thousands of digits, say
+            raise UsageError(f"Chat template {name} cannot be read: {_cause(error)}") from error
         self._template = jinja2.Template.from_code(self._environment, code, dict(self._environment.globals))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
