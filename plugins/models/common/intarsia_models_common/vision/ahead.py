@@ -30,7 +30,7 @@ class AheadVisionModel(AheadModel, VisionLanguageModel):
         seen = self.seen(context)
         carry = self.placed(tokens_BS, seen, context)
         following_BSK = _following(context)
-        if seen is None or following_BSK is None or not self.config.ahead:
+        if seen is None or following_BSK is None or not self.predicts_ahead:
             return carry
         stream_BSD = carry[0] if isinstance(carry, tuple) else carry
         picked = [pick(seen[0], self.rows_of(each_BS), stream_BSD.dtype) for each_BS in following_BSK.unbind(-1)]
