@@ -138,6 +138,52 @@ def test_types_of_parameters() -> None:
     assert [read("s", ""), read("s", "a\nb"), read("s", "4", [])] == ["", "a\nb", 4]
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": []},
+        {"properties": "a"},
+        {"properties": {"a": {"anyOf": None}}},
+        {"properties": {"a": {"oneOf": 5}}},
+        {"properties": {"a": {"type": {"a": 1}, "enum": None}}},
+        {"properties": {"a": json.loads('{"anyOf":[' * 300 + "{}" + "]}" * 300)}},
+    ],
+)
+def test_what_is_no_schema_names_no_types(schema: dict[str, Any]) -> None:
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    assert FORMATS["qwen_xml"].parse(text, [ToolSpec("f", "", schema)]) == ("", (ToolCall("call-1", "f", '{"a": 1}'),))
+
+
+def test_whole_numbers_may_be_larger_than_any_float() -> None:
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>"
+    tools, large = [ToolSpec("f", "", {"properties": {"a": {"type": "integer"}}})], "1" * 400
+    assert FORMATS["qwen_xml"].parse(text % large, tools)[1][0].arguments == f'{{"a": {large}}}'
+    for no_number in ("1" * 5000, "1e999"):
+        assert FORMATS["qwen_xml"].parse(text % no_number, tools) == (text % no_number, ())
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_how_deep_a_call_may_be_does_not_depend_on_who_reads_it(form: str) -> None:
+    def said(depth: int) -> str:
+        value = "[" * depth + "]" * depth
+        return {
+            "hermes": f'<tool_call>\n{{"name": "f", "arguments": {{"a": {value}}}}}\n</tool_call>',
+            "qwen_xml": f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>",
+            "json_message": f'{{"name": "f", "parameters": {{"a": {value}}}}}',
+        }[form]
+
+    tools = [ToolSpec("f", "", {"properties": {"a": {"type": "array"}}})]
+
+    def far(levels: int, text: str) -> Any:
+        return far(levels - 1, text) if levels else FORMATS[form].parse(text, tools)
+
+    for depth in (90, 110, 900, 960, 970, 980, 990):
+        found = far(0, said(depth))
+        assert far(300, said(depth)) == found and bool(found[1]) == (depth < 100)
+        if found[1]:
+            FORMATS[form].calls("", found[1])
+
+
 def test_templates_write_calls_and_tools_as_the_formats_do() -> None:
     """Jinja and Python say the same of tools and calls."""
     from intarsia_chat.jinja import CompiledTemplate

@@ -147,6 +147,19 @@ def test_a_conversation_as_long_as_may_be_is_within_what_templates_look_through(
     assert len(tokens) > 90_000 and sum(trained) > 45_000
 
 
+def test_tools_and_calls_are_no_deeper_than_templates_write() -> None:
+    def deep(levels: int) -> dict[str, Any]:
+        return json.loads('{"a":' * levels + "1" + "}" * levels)
+
+    asked, tokenizer = Message("user", "a"), templated()
+    tokenizer.render([asked], [ToolSpec("f", "", deep(90))])
+    for levels in (150, 400, 900):
+        with pytest.raises(UsageError, match=r"nested in more than 100 levels"):
+            tokenizer.render([asked], [ToolSpec("f", "", deep(levels))])
+        with pytest.raises(UsageError, match=r"nested in more than 100 levels"):
+            tokenizer.render([asked, Message("assistant", "", tool_calls=(ToolCall("1", "f", json.dumps(deep(levels))),))])
+
+
 def test_special_tokens_in_the_id_of_a_call_are_text(tmp_path: Path) -> None:
     path = tmp_path / "ids.jinja"
     path.write_text(

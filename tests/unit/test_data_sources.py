@@ -71,6 +71,24 @@ def test_jsonl_reads_text_chat_and_ids(tmp_path):
         ('{"text": [{"role": "user"}]}', r"a.jsonl:3: text\[0\]: 'content' must be a string, but is missing; fields here: 'role'"),
         ('{"text": [{"role": "user", "content": 3}]}', r"a.jsonl:3: text\[0\]: 'content' must be a string, but holds a value of type int"),
         ('{"text": [{"role": "u", "content": "a", "trained": "no"}]}', r"'trained' must be true, false or absent"),
+        (r'{"text": [{"role": "\ud800", "content": "a"}]}', r"a.jsonl:3: text\[0\]: 'role' has a lone surrogate"),
+        (r'{"text": [{"role": "u", "content": "a"}], "tools": [{"name": "\ud800"}]}', r"a.jsonl:3: 'tools' has a lone surrogate"),
+        (
+            r'{"text": [{"role": "u", "content": "a"}], "tools": [{"name": "f", "parameters": {"a": "\ud800"}}]}',
+            r"a.jsonl:3: 'tools' has a lone surrogate",
+        ),
+        (
+            '{"text": [{"role": "u", "content": "a"}], "tools": [{"name": "f", "parameters": {"a": NaN}}]}',
+            r"a.jsonl:3: tools\[0\].parameters is no JSON: Out of range",
+        ),
+        (
+            r'{"text": [{"role": "u", "content": "a", "tool_calls": [{"name": "\ud800", "arguments": {}}]}]}',
+            r"a.jsonl:3: text\[0\]: 'tool_calls' has a lone surrogate",
+        ),
+        (
+            '{"text": [{"role": "u", "content": "a", "tool_calls": [{"name": "f", "arguments": {"a": Infinity}}]}]}',
+            r"a.jsonl:3: text\[0\]: tool_calls\[0\].arguments is no JSON: Out of range",
+        ),
         ('{"text": [1, 2], "trained": [true]}', r"a.jsonl:3: 2 token ids in 'text' but 1 values in 'trained'"),
         ('{"text": [1, 2], "trained": "all"}', r"a.jsonl:3: field 'trained' must be a list of true and false"),
     ],

@@ -15,7 +15,11 @@ from intarsia.contracts import Media
 from intarsia.errors import UsageError
 from intarsia_data.tokenizer import no_tokens_for
 
+from intarsia_chat.formats.values import DEEPEST
+
 FIRST, LAST = 0xF0000, 0x10FFFF
+SHELL = 3
+"""Levels around a tool's schema: the list of tools, the tool, its function."""
 PRIVATE = f"[{chr(FIRST)}-{chr(LAST)}]"
 
 
@@ -98,14 +102,16 @@ class Guard:
                 raise no_tokens_for(next(part for part in run if isinstance(part, Media)))
         return "".join(made)
 
-    def values(self, value: Any) -> Any:
-        """JSON values with all texts in them as a template may see them."""
+    def values(self, value: Any, level: int = 0) -> Any:
+        """JSON values with all texts in them as a template may see them. UsageError for more than DEEPEST levels of them."""
+        if level > DEEPEST + SHELL:
+            raise UsageError(f"A tool, or the arguments of a call, are nested in more than {DEEPEST} levels, which no template writes.")
         if isinstance(value, str):
             return self.typed(value)
         if isinstance(value, dict):
-            return {self.typed(str(key)): self.values(item) for key, item in value.items()}
+            return {self.typed(str(key)): self.values(item, level + 1) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.values(item) for item in value]
+            return [self.values(item, level + 1) for item in value]
         return value
 
     def pieces(self, text: str) -> Iterator[tuple[int, int, Piece]]:

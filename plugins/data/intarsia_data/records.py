@@ -72,7 +72,8 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     if trained is not None and not isinstance(trained, bool):
         raise UsageError(f"{where}: 'trained' must be true, false or absent, but holds {_kind(trained)}.")
     content = encodable(item["content"], where, "'content'")
-    return Message(role=item["role"], content=content, trained=trained, tool_calls=to_tool_calls(calls, where))
+    role = encodable(item["role"], where, "'role'")
+    return Message(role=role, content=content, trained=trained, tool_calls=to_tool_calls(calls, where))
 
 
 def to_tool_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
@@ -83,8 +84,9 @@ def to_tool_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
         name, arguments = (function.get(key) if isinstance(function, Mapping) else None for key in ("name", "arguments"))
         if not isinstance(name, str) or not isinstance(arguments, str | Mapping):
             raise UsageError(f"{where}: tool_calls[{number}] must have a name (a string) and arguments (an object, or its JSON text).")
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        found.append(ToolCall(str(call.get("id") or f"call-{number + 1}"), name, encodable(text, where, "'tool_calls'")))
+        text = arguments if isinstance(arguments, str) else _json_of(arguments, where, f"tool_calls[{number}].arguments")
+        named = str(call.get("id") or f"call-{number + 1}")
+        found.append(ToolCall(*(encodable(each, where, "'tool_calls'") for each in (named, name, text))))
     return tuple(found)
 
 
@@ -97,8 +99,20 @@ def to_tools(tools: Any, where: str) -> tuple[ToolSpec, ...]:
         description, parameters = (function.get("description") or "", function.get("parameters") or {}) if name else ("", {})
         if not (isinstance(name, str) and isinstance(description, str) and isinstance(parameters, Mapping)):
             raise UsageError(f"{where}: tools[{number}] must have a name and a description (strings), and parameters (a JSON schema).")
+        for each in (name, description, _json_of(parameters, where, f"tools[{number}].parameters")):
+            encodable(each, where, "'tools'")
         found.append(ToolSpec(name, description, dict(parameters)))
     return tuple(found)
+
+
+def _json_of(value: Any, where: str, field: str) -> str:
+    """`value` as JSON. Errors: UsageError for what JSON has not (NaN, dates of a table), and for more levels than it can be written in."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise UsageError(f"{where}: {field} is nested too deeply.") from None
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{where}: {field} is no JSON: {error}.") from None
 
 
 def _objects(value: Any, where: str, field: str) -> Sequence[Mapping[str, Any]]:

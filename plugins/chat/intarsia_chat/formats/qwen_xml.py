@@ -76,6 +76,8 @@ def _read(text: str, begin: int, number: int, schemas: Mapping[str, Mapping[str,
         raise ValueError("no function is named")
     name, position = function[1], function.end()
     properties = schemas[name].get("properties", {}) if name in schemas else None
+    if not isinstance(properties, Mapping):  # of a schema that somebody else wrote
+        properties = None
     arguments: dict[str, Any] = {}
     while parameter := PARAMETER.match(text, position):
         # A text may be empty: its line break is then that before the end.
@@ -112,22 +114,30 @@ def _value(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    """The types that a schema names; empty: any."""
-    if not isinstance(schema, Mapping):
-        return set()
-    found = schema.get("type")
-    names = (
-        {found} if isinstance(found, str) else {item for item in found if isinstance(item, str)} if isinstance(found, Sequence) else set()
-    )
-    for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        names |= _types(option)
-    if not names and isinstance(schema.get("enum"), Sequence) and all(isinstance(item, str) for item in schema["enum"]):
-        names = {"string"}
+    """The types that a schema names; empty: any. What is no schema names none."""
+    names: set[str] = set()
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, Mapping):
+            continue
+        kind, enum = one.get("type"), one.get("enum")
+        named = {item for item in ([kind] if isinstance(kind, str) else _listed(kind)) if isinstance(item, str)}
+        options = [*_listed(one.get("anyOf")), *_listed(one.get("oneOf"))]
+        if not named and not options and isinstance(enum, list | tuple) and all(isinstance(item, str) for item in enum):
+            named = {"string"}
+        names |= named
+        waiting += options
     return names
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _is(value: Any, kind: str) -> bool:
     if kind in ("integer", "number"):
-        return isinstance(value, int | float) and not isinstance(value, bool) and (kind == "number" or float(value).is_integer())
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        return isinstance(value, int | float) and not isinstance(value, bool) and (kind == "number" or whole)
     kinds: dict[str, type | tuple[type, ...]] = {"string": str, "boolean": bool, "null": type(None), "object": dict, "array": list}
     return isinstance(value, kinds.get(kind, object))

@@ -11,6 +11,8 @@ from intarsia.contracts import ToolCall, ToolSpec
 from intarsia.errors import UsageError
 
 WHITE = re.compile(r"\s*")
+DEEPEST = 100
+"""Levels of objects and lists in a call. What was read must be written again, wherever that is: Python's own bound counts who called, too."""
 
 
 def tool_object(tool: ToolSpec) -> dict[str, Any]:
@@ -29,11 +31,20 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def strict(text: str, begin: int = 0) -> tuple[Any, int]:
-    """The JSON value that begins at `begin`, and where it ends. ValueError where there is none, for a name twice in an object, and for constants that JSON has not."""
+    """The JSON value that begins at `begin`, and where it ends. ValueError where there is none, for a name twice in an object, for constants that JSON has not, and for more
+    than DEEPEST levels."""
     try:
-        return _DECODER.raw_decode(text, begin)
+        found: tuple[Any, int] = _DECODER.raw_decode(text, begin)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    level = [found[0]]
+    for _ in range(DEEPEST + 1):
+        level = [
+            item for value in level if isinstance(value, dict | list) for item in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level:
+        raise ValueError(f"nested in more than {DEEPEST} levels")
+    return found
 
 
 def encodable(value: Any) -> None:
