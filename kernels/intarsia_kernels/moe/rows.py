@@ -1,6 +1,7 @@
 """`permute` and `combine` in Triton. N tokens, K experts of a token, M rows for experts, D model width.
 
-Every row is read and written once: permute moves M D, its gradient and combine read M D and write N D, combine's gradient reads the rows for the weights' gradients while it writes theirs.
+Every row is read and written once, and a token once: permute reads N D and writes M D, its gradient and combine read M D and write N D, combine's gradient reads the rows for the weights' gradients while
+it writes theirs. All go from token to token, since rows in the order of experts would read each token K times from afar.
 """
 
 from __future__ import annotations
@@ -17,42 +18,60 @@ from intarsia_kernels.direct import direct_op
 
 MAX_BLOCK = 4096
 """Columns that a program holds at once."""
+MOST_ELEMENTS = 16384
+"""Elements of a token's rows that a program reads at once."""
+TAIL = 64
+"""Rows among which a program looks for the tail's."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def _spread(
     x_pointer,
     rows_pointer,
     pairs_pointer,
+    places_pointer,
     weights_pointer,
     y_pointer,
     dots_pointer,
+    tokens,
+    rows,
     COLUMNS: tl.constexpr,
     K: tl.constexpr,
+    WIDTH: tl.constexpr,
     IS_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """rows[m] = x[token of pair m], 0 in the tail; as combine's gradient times the pair's weight, with x[token] . y[m] for that weight."""
-    row = tl.program_id(0).to(tl.int64)
-    pair = tl.load(pairs_pointer + row)
-    inside_rows = pair >= 0
-    pair = tl.maximum(pair, 0)
-    weight = 1.0
-    if IS_GRADIENT:
-        weight = tl.load(weights_pointer + pair, mask=inside_rows, other=0.0).to(tl.float32)
-    dot = 0.0
-    for start in range(0, COLUMNS, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        mask = offsets < COLUMNS
-        x = tl.load(x_pointer + pair // K * COLUMNS + offsets, mask=mask & inside_rows, other=0.0)
+    """rows[places[n, k]] = x[n]; as combine's gradient times the pair's weight, with x[n] . y[place] for that weight. A program for each token, which reads x once; then some that look for
+    rows of the tail and clear them. WIDTH is a power of two from K on."""
+    program = tl.program_id(0).to(tl.int64)
+    if program < tokens:
+        number = tl.arange(0, WIDTH)
+        place = tl.load(places_pointer + program * K + number, mask=number < K, other=-1)
+        dots = tl.zeros([WIDTH], dtype=tl.float32)
+        for start in range(0, COLUMNS, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            mask = offsets < COLUMNS
+            at, kept = place[:, None] * COLUMNS + offsets[None, :], (place >= 0)[:, None] & mask[None, :]
+            part = tl.broadcast_to(tl.load(x_pointer + program * COLUMNS + offsets, mask=mask, other=0.0)[None, :], [WIDTH, BLOCK])
+            if IS_GRADIENT:
+                wide = part.to(tl.float32)
+                dots += tl.sum(wide * tl.load(y_pointer + at, mask=kept, other=0.0).to(tl.float32), axis=1)
+                weight = tl.load(weights_pointer + program * K + number, mask=number < K, other=0.0).to(tl.float32)
+                part = (wide * weight[:, None]).to(rows_pointer.dtype.element_ty)
+            tl.store(rows_pointer + at, part, mask=kept)
         if IS_GRADIENT:
-            wide = x.to(tl.float32)
-            y = tl.load(y_pointer + row * COLUMNS + offsets, mask=mask & inside_rows, other=0.0).to(tl.float32)
-            dot += tl.sum(wide * y, axis=0)
-            x = (wide * weight).to(rows_pointer.dtype.element_ty)
-        tl.store(rows_pointer + row * COLUMNS + offsets, x, mask=mask)
-    if IS_GRADIENT:
-        tl.store(dots_pointer + pair, dot, mask=inside_rows)
+            tl.store(dots_pointer + program * K + number, dots, mask=number < K)
+    else:
+        first = (program - tokens) * TAIL
+        row = first + tl.arange(0, TAIL)
+        if tl.min(tl.load(pairs_pointer + row, mask=row < rows, other=0), axis=0) < 0:
+            for i in range(TAIL):
+                absent = tl.load(pairs_pointer + first + i, mask=first + i < rows, other=0) < 0
+                for start in range(0, COLUMNS, BLOCK):
+                    offsets = start + tl.arange(0, BLOCK)
+                    zeros = tl.zeros([BLOCK], dtype=rows_pointer.dtype.element_ty)
+                    tl.store(rows_pointer + (first + i) * COLUMNS + offsets, zeros, mask=(offsets < COLUMNS) & absent)
 
 
 @triton.jit
@@ -86,34 +105,40 @@ def _launch(columns: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": 8 if block >= 4096 else 4 if block >= 512 else 1}
 
 
+def _spread_grid(places_NK: Tensor, pairs_M: Tensor) -> tuple[int]:
+    return (places_NK.shape[0] + triton.cdiv(pairs_M.shape[0], TAIL),)
+
+
+def _spread_launch(columns: int, k: int) -> dict[str, int]:
+    width = triton.next_power_of_2(k)
+    block = min(max(MOST_ELEMENTS // width, 16), triton.next_power_of_2(max(columns, 1)))
+    return {"WIDTH": width, "BLOCK": block, "TAIL": TAIL, "num_warps": 8 if width * block >= MOST_ELEMENTS else 4}
+
+
 @direct_op("intarsia::moe_permute")
-def spread(x_ND: Tensor, pairs_M: Tensor, k: int) -> Tensor:
+def spread(x_ND: Tensor, pairs_M: Tensor, places_NK: Tensor) -> Tensor:
     """[M, D]: x of each row's token, of contiguous x."""
     rows_MD = x_ND.new_empty(pairs_M.shape[0], x_ND.shape[1])
+    k = places_NK.shape[1]
     if rows_MD.numel():
-        wrap_triton(_spread)[(rows_MD.shape[0],)](
-            x_ND, rows_MD, pairs_M, x_ND, x_ND, x_ND, COLUMNS=x_ND.shape[1], K=k, IS_GRADIENT=False, **_launch(x_ND.shape[1])
-        )
+        wrap_triton(_spread)[_spread_grid(places_NK, pairs_M)](
+            x_ND, rows_MD, pairs_M, places_NK, x_ND, x_ND, x_ND, x_ND.shape[0], pairs_M.shape[0],
+            COLUMNS=x_ND.shape[1], K=k, IS_GRADIENT=False, **_spread_launch(x_ND.shape[1], k),
+        )  # fmt: skip
     return rows_MD
 
 
 @direct_op("intarsia::moe_combine_gradient")
-def spread_weighted(grad_ND: Tensor, y_MD: Tensor, weights_NK: Tensor, pairs_M: Tensor) -> tuple[Tensor, Tensor]:
+def spread_weighted(grad_ND: Tensor, y_MD: Tensor, weights_NK: Tensor, pairs_M: Tensor, places_NK: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the rows [M, D] and, in float32, of the weights [N, K], from the combined rows' gradient."""
-    grad_y_MD, grad_weights_NK = torch.empty_like(y_MD), torch.zeros_like(weights_NK, dtype=torch.float32)
-    if y_MD.numel():
-        wrap_triton(_spread)[(y_MD.shape[0],)](
-            grad_ND,
-            grad_y_MD,
-            pairs_M,
-            weights_NK,
-            y_MD,
-            grad_weights_NK,
-            COLUMNS=y_MD.shape[1],
-            K=weights_NK.shape[1],
-            IS_GRADIENT=True,
-            **_launch(y_MD.shape[1]),
-        )
+    grad_y_MD, (tokens, k) = torch.empty_like(y_MD), weights_NK.shape
+    if not y_MD.numel():
+        return grad_y_MD, torch.zeros_like(weights_NK, dtype=torch.float32)
+    grad_weights_NK = torch.empty_like(weights_NK, dtype=torch.float32)
+    wrap_triton(_spread)[_spread_grid(places_NK, pairs_M)](
+        grad_ND, grad_y_MD, pairs_M, places_NK, weights_NK, y_MD, grad_weights_NK, tokens, pairs_M.shape[0],
+        COLUMNS=y_MD.shape[1], K=k, IS_GRADIENT=True, **_spread_launch(y_MD.shape[1], k),
+    )  # fmt: skip
     return grad_y_MD, grad_weights_NK
 
 
@@ -141,7 +166,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, pairs_M: Tensor, places_NK: Tensor) -> Tensor:
         ctx.save_for_backward(places_NK)
-        return spread(x_ND.contiguous(), pairs_M, places_NK.shape[1])
+        return spread(x_ND.contiguous(), pairs_M, places_NK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -152,13 +177,13 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_MD: Tensor, weights_NK: Tensor, pairs_M: Tensor, places_NK: Tensor) -> Tensor:
         y_MD, weights_NK = y_MD.contiguous(), weights_NK.contiguous()
-        ctx.save_for_backward(y_MD, weights_NK, pairs_M)
+        ctx.save_for_backward(y_MD, weights_NK, pairs_M, places_NK)
         return gather(y_MD, places_NK, weights_NK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        y_MD, weights_NK, pairs_M = ctx.saved_tensors
-        grad_y_MD, grad_weights_NK = spread_weighted(grads[0].contiguous(), y_MD, weights_NK, pairs_M)
+        y_MD, weights_NK, pairs_M, places_NK = ctx.saved_tensors
+        grad_y_MD, grad_weights_NK = spread_weighted(grads[0].contiguous(), y_MD, weights_NK, pairs_M, places_NK)
         return grad_y_MD, grad_weights_NK.to(weights_NK.dtype), None, None
 
 
