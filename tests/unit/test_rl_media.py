@@ -76,11 +76,18 @@ class Showing:
         pass
 
 
-def play(environment: Shows, processor: Any = PROCESSOR) -> tuple[Any, ScriptedGenerators]:
+class Anew(ChatRenderer):
+    """A renderer that has to begin anew at every turn, as a template that rewrites histories."""
+
+    def extend(self, *arguments: Any) -> None:
+        return None
+
+
+def play(environment: Shows, processor: Any = PROCESSOR, renderer: type[ChatRenderer] = ChatRenderer) -> tuple[Any, ScriptedGenerators]:
     generators, workers = ScriptedGenerators(lambda request: Said(WROTE)), InProcessWorkers(environment)
     generators.version = 0
     rules = Rules(11, Sampling(1, stop_ids=(TOKENS.end_of_turn_id,)), 200, 1, timeout_s=60.0, processor=processor)
-    player = Player(rules, workers.environment_facts(), generators, workers, ChatRenderer(ChatConfig(), TOKENS))
+    player = Player(rules, workers.environment_facts(), generators, workers, renderer(ChatConfig(), TOKENS))
     (sample,) = run_virtually(player.tries(TASK, [Try("s", 0, 0, (11, 0))]))
     return sample, generators
 
@@ -90,19 +97,23 @@ def blocks(tokens: Any, places: Any) -> list[Any]:
     return [list(tokens[each.at : each.at + len(PROCESSOR.as_ids((each.media,)))]) for each in places]
 
 
-@pytest.mark.parametrize("rewrites", [False, True])
-def test_requests_and_segments_say_which_media_stand_where(rewrites: bool) -> None:
-    sample, generators = play(Shows(rewrites=rewrites))
+@pytest.mark.parametrize(
+    ("rewrites", "renderer"), [(False, ChatRenderer), (True, ChatRenderer), (False, Anew)], ids=["extended", "rewritten", "anew"]
+)
+def test_requests_and_segments_say_which_media_stand_where(rewrites: bool, renderer: type[ChatRenderer]) -> None:
+    """Also of a history that is rendered anew, in which the policy's own placeholder stands."""
+    sample, generators = play(Shows(rewrites=rewrites), renderer=renderer)
     first, second = generators.requests
     assert [each.media for each in first.media] == [ONE] and [each.media for each in second.media] == [ONE, TWO]
     for request in (first, second):
         assert blocks(request.tokens, request.media) == [list(PROCESSOR.as_ids((each.media,))) for each in request.media]
-    assert len(sample.segments) == 1 + rewrites
+    assert len(sample.segments) == 1 + (rewrites or renderer is Anew)
     last = sample.segments[-1]
     assert last.media == second.media and last.tokens[: len(second.tokens)] == second.tokens
     assert next(turn.content for turn in sample.turns if turn.role == "user") == (ONE, "what?"), "the transcript has media, and no ids"
     for segment in sample.segments:
-        assert [token for token, trained in zip(segment.tokens, segment.trained, strict=True) if trained] == list(WROTE) * (2 - rewrites)
+        trained = [token for token, trained in zip(segment.tokens, segment.trained, strict=True) if trained]
+        assert trained == list(WROTE) * (2 if len(sample.segments) == 1 else 1)
 
 
 def test_samples_travel_and_are_kept_with_their_media(tmp_path: Path) -> None:
