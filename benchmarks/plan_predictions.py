@@ -1,6 +1,7 @@
 """What `intarsia plan` says of runs of `parallel_gpu.py`, written down before they are measured; and how near it came.
 
     python benchmarks/plan_predictions.py predict benchmarks/results/plan-predictions.json --commit COMMIT
+    python benchmarks/plan_predictions.py predict benchmarks/results/plan-predictions.json pp2-interleaved ep2 --commit COMMIT
     python benchmarks/plan_predictions.py compare benchmarks/results/plan-predictions.json MEASURED.json
 
 `predict` needs no GPU. `compare` reads what `parallel_gpu.py` has written, and puts measured figures and ratios (predicted over measured) beside the predictions, which it leaves as they are. Predicted is
@@ -22,11 +23,13 @@ sys.path.insert(0, str(ROOT))
 
 # The four runs that were named: two GPUs each.
 NAMED = ("dp2", "tp2", "cp2-ring", "pp2-1f1b")
+PAIRS = (("pp2-interleaved", "pp2-1f1b"),)
+"""Whose steps are held against one another, as planned and as measured."""
 MEMORY, TIME = 0.05, 0.15
 
 
-def predict(output: Path, commit: str) -> int:
-    """Plan every named run, on H200."""
+def predict(output: Path, commit: str, further: list[str]) -> int:
+    """Plan every named run, on H200; or `further` ones beside those that the file has, which stay as they are."""
     from intarsia import plugins
     from intarsia.config import resolve
     from intarsia.mesh import check_mesh
@@ -42,7 +45,9 @@ def predict(output: Path, commit: str) -> int:
         "wanted": {"peak_memory_bytes": MEMORY, "step_s": TIME},
         "runs": {},
     }
-    for name in NAMED:
+    if further:
+        record = json.loads(output.read_text(encoding="utf-8"))
+    for name in [name for name in further if name not in record["runs"]] if further else NAMED:
         recipe, settings = VARIANTS[name]
         plan = make_plan(*_recipe(resolve, check_mesh, f"{ROOT / 'parallel_recipes.py'}:{recipe}", settings), device, plugins.current())
         first = plan.stages[0]
@@ -59,6 +64,8 @@ def predict(output: Path, commit: str) -> int:
             "memory_bytes": _numbers(first.held),
             "seconds": _numbers(first.spent),
         }
+        if further:
+            record["runs"][name]["predicted_at"] = commit
         print(f"{name}: {plan.step:.3f} s, {first.held.peak / 1e9:.2f} GB")
     output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -95,6 +102,16 @@ def compare(predictions: Path, measured: Path) -> int:
         good = {each: abs(ratio - 1) <= record["wanted"][each] for each, ratio in run["ratio"].items()}
         failed |= not all(good.values())
         print(name, ", ".join(f"{each}: {ratio:.3f}{'' if good[each] else ' (too far)'}" for each, ratio in run["ratio"].items()))
+    for one, other in PAIRS:
+        both = [record["runs"].get(name, {}) for name in (one, other)]
+        ratios = {
+            what: both[0][what]["step_s"] / both[1][what]["step_s"]
+            for what in ("predicted", "measured")
+            if all(what in run for run in both)
+        }
+        if ratios:
+            record.setdefault("pairs", {})[f"{one} / {other}"] = ratios
+            print(f"step of {one} / {other}:", ", ".join(f"{what} {ratio:.3f}" for what, ratio in ratios.items()))
     predictions.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return int(failed)
 
@@ -105,6 +122,9 @@ def main() -> int:
     actions = parser.add_subparsers(dest="action", required=True)
     first = actions.add_parser("predict")
     first.add_argument("output", type=Path)
+    first.add_argument(
+        "names", nargs="*", help="Further variants of parallel_gpu.py, to be added to the file. Default: a new file of the four named ones."
+    )
     first.add_argument("--commit", default="", help="What the predictions were made with.")
     second = actions.add_parser("compare")
     second.add_argument("predictions", type=Path)
@@ -114,7 +134,7 @@ def main() -> int:
         return compare(arguments.predictions, arguments.measured)
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("INTARSIA_BENCH_FOLDER", folder)
-        return predict(arguments.output, arguments.commit)
+        return predict(arguments.output, arguments.commit, arguments.names)
 
 
 if __name__ == "__main__":
