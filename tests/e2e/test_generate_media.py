@@ -59,7 +59,10 @@ def test_images_are_shown_and_recorded(run, pictures, capsys):
     "arguments,words",
     [
         (("--image", "nowhere.png"), "--image nowhere.png: there is no such file"),
-        (("--video", __file__), "video"),
+        (("--image", "."), "--image .: it is no file"),
+        (("--image", "https://example.com/a.png"), "--image https://example.com/a.png: an URL is not fetched. Download it"),
+        (("--video", ""), "--video: its file is named by an empty text"),
+        (("--video", __file__), "or no video of a format that is read (mov, mp4"),
         (("--image", __file__), "it is no image of a format that is read"),
         (("--image", "PICTURE", "--processor", "patchs"), "Did you mean 'patches'?"),
         (("--image", "PICTURE", "--processor", "patches"), "model.vision.patch is 8, and the processor's 16"),

@@ -320,6 +320,12 @@ def test_a_kept_index_says_where_it_is_when_media_have_changed(tmp_path, caplog)
     assert f"Where they have been mended since, remove {folder.parent}" in caplog.text
 
 
+@pytest.mark.parametrize("bad_media", ["stop", "skip"])
+def test_a_source_without_documents_is_told(tmp_path, bad_media):
+    with pytest.raises(UsageError, match=r"the data set is empty: 0 documents"):
+        build(recipe(loader={"bad_media": bad_media}), Doubles(Listed([])), tmp_path)
+
+
 def test_a_source_with_nothing_but_bad_media_says_what_is_wrong(tmp_path):
     documents = [Document(parts=(Media("image", b"x"),))] * 3
     with pytest.raises(

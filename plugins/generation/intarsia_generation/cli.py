@@ -149,9 +149,14 @@ def _video(path: str) -> Media:
 def _media(media: list[Media]) -> list[Media]:
     """The command line's media, which must be files."""
     for each in media:
-        path = Path(str(each.data))
+        named = str(each.data)
+        if not named:
+            raise UsageError(f"--{each.kind}: its file is named by an empty text.")
+        if "://" in named:
+            raise UsageError(f"--{each.kind} {named}: an URL is not fetched. Download it, and name the file.")
+        path = Path(named)
         if not path.is_file():
-            raise UsageError(f"--{each.kind} {path}: there is no such file.")
+            raise UsageError(f"--{each.kind} {named}: {'it is no file' if path.exists() else 'there is no such file'}.")
     return media
 
 

@@ -111,6 +111,8 @@ class MultimodalLoader(StepLoader):
         """The rows of source `number` in this split."""
         recipe, data, name = self._recipe, self._recipe.data, self._maker.found.names[number]
         index = self._indices[number]
+        if not index.documents:
+            raise UsageError(f"{name}: the data set is empty: 0 documents.")
         if len(index.bad) == index.documents:
             raise UsageError(
                 f"{name}: none of its {index.documents} documents is left: all have media that cannot be used, the first, document {index.bad[0][0]}: {index.bad[0][1]}. {index.mended()}"

@@ -38,8 +38,10 @@ def opened_video(data: bytes | str, reading: ReadingConfig) -> Iterator[tuple[An
             "Video files need PyAV, which is not installed: pip install 'intarsia-multimodal[video]'. Videos that are given as frames do not need it."
         ) from error
     with opened(data, reading) as file:
+        hint = f"; it is damaged, or no video of a format that is read ({CONTAINERS.replace(',', ', ')})"
         try:
             with av.open(file, options={"format_whitelist": CONTAINERS, "protocol_whitelist": ""}) as container:
+                hint = ""
                 if not container.streams.video:
                     raise MediaError("it has no video stream")
                 stream = container.streams.video[0]
@@ -47,7 +49,7 @@ def opened_video(data: bytes | str, reading: ReadingConfig) -> Iterator[tuple[An
                     raise MediaError("there is no decoder for its codec")
                 yield container, stream
         except (av.FFmpegError, ValueError, EOFError) as error:
-            raise MediaError(f"it cannot be decoded: {type(error).__name__}: {error}") from error
+            raise MediaError(f"it cannot be decoded: {type(error).__name__}: {error}{hint}") from error
 
 
 def facts(data: bytes | str, reading: ReadingConfig) -> VideoFacts:
