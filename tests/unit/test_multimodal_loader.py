@@ -511,7 +511,8 @@ def test_a_processor_of_another_model_is_refused(tmp_path):
     [
         ({"too_long": "cut"}, "truncate, skip, stop|skip, stop, truncate"),
         ({"bad_media": "skp"}, "Did you mean 'skip'"),
-        ({"workers": -1}, "data.loader.workers is -1; it must be at least 0"),
+        ({"workers": -1}, "data.loader.workers is -1; it must be finite and at least 0"),
+        ({"worker_timeout_s": float("nan")}, "data.loader.worker_timeout_s is nan; it must be finite"),
         ({"patches": 0}, "data.loader.patches is 0"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import io
+import math
 import os
 import random
 import re
@@ -73,7 +74,7 @@ def test_a_decompression_bomb_is_found_by_its_header_before_anything_is_decoded(
 def test_settings_of_reading_are_checked():
     with pytest.raises(UsageError, match="Pillow decodes at most 178956970"):
         ReadingConfig(max_source_pixels=1 << 40)
-    with pytest.raises(UsageError, match="must be above 0"):
+    with pytest.raises(UsageError, match="must be finite and above 0"):
         ReadingConfig(url_timeout_s=0.0)
 
 
@@ -345,6 +346,10 @@ def test_a_tokenizer_without_the_special_tokens_is_refused():
     ("settings", "words"),
     [
         ({"patch": 0}, "processor.patch is 0"),
+        ({"fps": math.nan}, "processor.fps is nan; it must be finite"),
+        ({"given_fps": math.inf}, "processor.given_fps is inf; it must be finite"),
+        ({"mean": (math.nan, 0.0, 0.0)}, "3 finite values"),
+        ({"std": (math.inf, 1.0, 1.0)}, "3 finite values"),
         ({"min_pixels": 1 << 30}, "above processor.max_pixels"),
         ({"min_pixels": 1, "max_pixels": 100}, "one feature has 1024 pixels"),
         ({"std": (0.5, 0.5, 0.0)}, "those of std above 0"),

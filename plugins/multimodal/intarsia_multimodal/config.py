@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import chz
 from intarsia.config.bases import Config, DataSourceConfig, EnvironmentConfig, LoaderConfig
 from intarsia.errors import UsageError, did_you_mean
@@ -35,8 +37,8 @@ class ReadingConfig(Config):
     @chz.validate
     def _limits_are_positive(self) -> None:
         for name in ("max_source_pixels", "max_file_bytes", "max_video_seconds", "url_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"reading.{name} is {getattr(self, name)}; it must be above 0.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"reading.{name} is {getattr(self, name)}; it must be finite and above 0.")
         if self.max_source_pixels > 2 * 89_478_485:
             raise UsageError(f"reading.max_source_pixels is {self.max_source_pixels}; Pillow decodes at most {2 * 89_478_485}.")
 
@@ -80,15 +82,16 @@ class PatchProcessorConfig(ProcessorConfig):
     @chz.validate
     def _settings_fit(self) -> None:
         for name in ("patch", "temporal_patch", "merge", "min_pixels", "video_min_pixels", "fps", "min_frames", "given_fps"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"processor.{name} is {getattr(self, name)}; it must be above 0.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"processor.{name} is {getattr(self, name)}; it must be finite and above 0.")
         for low, high in (("min_pixels", "max_pixels"), ("video_min_pixels", "video_max_pixels"), ("min_frames", "max_frames")):
             if getattr(self, low) > getattr(self, high):
                 raise UsageError(f"processor.{low} is {getattr(self, low)}, above processor.{high} ({getattr(self, high)}).")
         if self.max_pixels < (self.patch * self.merge) ** 2:
             raise UsageError(f"processor.max_pixels is {self.max_pixels}, and one feature has {(self.patch * self.merge) ** 2} pixels.")
-        if len(self.mean) != 3 or len(self.std) != 3 or not all(value > 0 for value in self.std):
-            raise UsageError(f"processor.mean {self.mean} and processor.std {self.std} need 3 values each, those of std above 0.")
+        finite = all(math.isfinite(value) for value in (*self.mean, *self.std))
+        if len(self.mean) != 3 or len(self.std) != 3 or not finite or not all(value > 0 for value in self.std):
+            raise UsageError(f"processor.mean {self.mean} and processor.std {self.std} need 3 finite values each, those of std above 0.")
         check_choice("processor.resampling", self.resampling, ("pillow", "torch"))
         tokens = (self.image_token, self.video_token, self.start_token, self.end_token)
         if len(set(tokens)) < 4:
@@ -121,8 +124,8 @@ class MultimodalConfig(LoaderConfig):
         check_choice("data.loader.too_long", self.too_long, ("truncate", "skip", "stop"))
         check_choice("data.loader.bad_media", self.bad_media, ("skip", "stop"))
         for name, least in (("patches", 1), ("open_rows", 1), ("workers", 0), ("worker_timeout_s", 0.001)):
-            if getattr(self, name) < least:
-                raise UsageError(f"data.loader.{name} is {getattr(self, name)}; it must be at least {least}.")
+            if not least <= getattr(self, name) < math.inf:
+                raise UsageError(f"data.loader.{name} is {getattr(self, name)}; it must be finite and at least {least}.")
 
 
 @chz.chz(typecheck=True)
