@@ -160,6 +160,25 @@ def test_tools_and_calls_are_no_deeper_than_templates_write() -> None:
             tokenizer.render([asked, Message("assistant", "", tool_calls=(ToolCall("1", "f", json.dumps(deep(levels))),))])
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ("[]", "has neither"),
+        ("null", "has neither"),
+        ('"x"', "has neither"),
+        ('{"chat_template": [{"name": [], "template": "x"}]}', "has neither"),
+        ("[" * 100_000, "is not valid JSON"),
+        (r'{"chat_template": "\ud800"}', "the template has a lone surrogate"),
+    ],
+)
+def test_a_folder_whose_settings_hold_no_template(tmp_path: Path, settings: str, says: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    tokenizer: Any = ByteTokenizer(BYTES)
+    tokenizer.path = tmp_path / "tokenizer.json"
+    with pytest.raises(UsageError, match=says):
+        find_template("folder", tokenizer, current())
+
+
 def test_special_tokens_in_the_id_of_a_call_are_text(tmp_path: Path) -> None:
     path = tmp_path / "ids.jinja"
     path.write_text(

@@ -11,6 +11,7 @@ from typing import Any
 from intarsia.contracts import Message, Tokenizer, ToolSpec
 from intarsia.errors import UsageError
 from intarsia.plugins import Plugins, current
+from intarsia_data.records import encodable
 
 from intarsia_chat.config import TemplatedConfig
 from intarsia_chat.contracts import ChatTemplate, ToolFormat
@@ -106,11 +107,12 @@ def _of_folder(inner: Tokenizer) -> ChatTemplate:
         return _of_text(_read(own), str(own))
     beside = folder / "tokenizer_config.json"
     try:
-        found = json.loads(_read(beside)).get("chat_template") if beside.is_file() else None
-    except ValueError as error:
+        settings = json.loads(_read(beside)) if beside.is_file() else {}
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"templated: {beside} is not valid JSON: {error}.") from error
+    found = settings.get("chat_template") if isinstance(settings, Mapping) else None
     if isinstance(found, list):  # several by name
-        named = {item.get("name"): item.get("template") for item in found if isinstance(item, Mapping)}
+        named = {str(item.get("name")): item.get("template") for item in found if isinstance(item, Mapping)}
         found = named.get("default", named.get("tool_use"))
     if not isinstance(found, str):
         raise UsageError(
@@ -122,6 +124,7 @@ def _of_folder(inner: Tokenizer) -> ChatTemplate:
 
 def _of_text(text: str, where: str) -> ChatTemplate:
     """A template of which only the text is known. How its model calls tools is told by what it writes."""
+    encodable(text, f"templated: {where}", "the template")
     form = "qwen_xml" if "<function=" in text else "hermes" if "<tool_call>" in text else None
     return ChatTemplate(where, text, tool_format=form, where=where)
 
