@@ -38,12 +38,12 @@ UNEVEN = (24576, 1024, 12288, 2048, 8192, 4096, 10240, 3072)
 NAMES = ("q", "k", "v", "decay", "beta")
 
 CUTS = {
-    "prepare": [(128, 4, 1), (64, 4, 1), (64, 4, 2), (128, 8, 1), (64, 8, 1)],
-    "forward": [(64, 4, 2, 2), (128, 8, 2, 1), (128, 8, 3, 1), (64, 4, 3, 1), (64, 4, 1, 2), (64, 8, 2, 1), (32, 4, 2, 3)],
-    "backward": [(64, 4, 2, 2), (128, 8, 2, 1), (128, 8, 3, 1), (64, 4, 3, 1), (64, 4, 1, 2), (64, 8, 2, 1)],
-    "gradients": [(32, 8, 2), (32, 8, 1), (16, 8, 2), (16, 8, 1), (64, 8, 3), (128, 8, 1)],
+    "prepare": [(128, 4, 1), (128, 4, 1, 1, 128), (64, 4, 1, 1, 128), (64, 4, 1)],
+    "forward": [(64, 4, 2, 2), (128, 8, 2, 1), (128, 8, 3, 1)],
+    "backward": [(64, 4, 2, 2), (128, 8, 2, 1), (128, 8, 3, 1), (64, 4, 3, 1)],
+    "gradients": [(32, 8, 2), (64, 8, 2), (16, 8, 2), (32, 8, 2, 1, 128), (64, 8, 2, 1, 128), (32, 8, 2, 1, 168), (32, 4, 2), (16, 4, 3)],
 }
-"""Columns, warps, stages and residents to try, for keys and values of 128: those that compile for compute capability 9.0 with few spills or none."""
+"""Columns, warps, stages, residents and registers to try, for keys and values of 128: those that compile for compute capability 9.0 with few spills or none."""
 
 
 def facts() -> dict[str, Any]:
@@ -146,10 +146,10 @@ def pieces(problem: Problem) -> dict[str, tuple[Callable[[], Any], int]]:
     prepared = rule.delta_rule_prepare(q, k, decay, beta, problem.documents_BS, None, problem.scale, True)
     solved, scores, factors, ordinals, borders, runs, count = prepared
     chunked = (solved, scores, factors, runs, count)
-    y, _, states = rule.delta_rule_forward(q, k, v, None, None, *chunked, True, True)
+    y, _, states, new = rule.delta_rule_forward(q, k, v, None, None, *chunked, True, True)
     with_borders = (solved, scores, factors, borders, runs, count)
-    dnew, dstates, _ = rule.delta_rule_backward(problem.gradient, None, q, k, None, *with_borders, False)
-    last = (solved, factors, ordinals, states, dstates, problem.scale, True)
+    dx, dv, dstates, _ = rule.delta_rule_backward(problem.gradient, None, q, k, None, *with_borders, False)
+    last = (factors, ordinals, states, dstates, problem.scale, True)
 
     def size(*tensors: Tensor) -> int:
         return sum(x.numel() * x.element_size() for x in tensors)
@@ -161,15 +161,15 @@ def pieces(problem: Problem) -> dict[str, tuple[Callable[[], Any], int]]:
         ),
         "forward": (
             lambda: rule.delta_rule_forward(q, k, v, None, None, *chunked, True, True),
-            size(q, k, v, solved, scores, factors, y, states),
+            size(q, k, v, solved, scores, factors, y, states, new),
         ),
         "backward": (
             lambda: rule.delta_rule_backward(problem.gradient, None, q, k, None, *with_borders, False),
-            size(problem.gradient, q, k, solved, scores, factors, dnew, dstates),
+            size(problem.gradient, q, k, solved, scores, factors, dx, dv, dstates),
         ),
         "gradients": (
-            lambda: rule.delta_rule_gradients(problem.gradient, dnew, q, k, v, decay, None, *last),
-            size(problem.gradient, dnew, q, k, v, solved, factors, states, dstates, q, k, v),
+            lambda: rule.delta_rule_gradients(problem.gradient, dx, new, q, k, v, decay, None, *last),
+            size(problem.gradient, dx, new, q, k, v, factors, states, dstates, q, k),
         ),
     }
 
@@ -243,6 +243,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--uneven", action="store_true")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--inverse", choices=("tf32", "tf32x3"), help="how chunks are inverted (default: as `settings` has it)")
     parser.add_argument("--debug-sizes", action="store_true")
     given = parser.parse_args()
     if not CUDA and not given.debug_sizes:
@@ -254,6 +255,10 @@ def main() -> int:
     problem = Problem(lengths, heads, width, torch.bfloat16 if CUDA else torch.float32)
     found: dict[str, Any] = {**facts(), "documents": lengths, "heads": heads, "width": width}
     runs = problem.implementations()
+    if given.inverse:
+        from intarsia_kernels.delta_rule import settings
+
+        settings._measured[width] = dataclasses.replace(settings.settings(problem.inputs[0].dtype, width), inverse=given.inverse)
     if given.tune and "ours" in runs:
         found["tuned"] = tuned(problem, width, rounds)
     found["errors"] = problem.errors(runs)

@@ -132,7 +132,8 @@ def prepare_kernel(
     sums = tl.cumsum(decay, axis=0)
     total = tl.sum(decay, axis=0)
     same = tl.full([C, C], 1, dtype=tl.int1)
-    entering, leaving, left = tl.exp(sums), tl.exp(total - sums), tl.exp(total)
+    # From the chunk's end, and not as the difference of two sums.
+    entering, leaving, left = tl.exp(sums), tl.exp(tl.cumsum(decay, axis=0, reverse=True) - decay), tl.exp(total)
     if DOCUMENTS:
         flat = row.to(tl.int64) * tokens + token
         inside = real & (token > 0)

@@ -1,7 +1,7 @@
 """States from chunk to chunk of a run, and their gradients back again, in Triton. Chunk matrices T and P and the factors of rows as `prepare` leaves them.
 
     x = beta (v - k S);   n = T x;   y = q S + P n;   S <- e^(sum of decays) S + k^T n              (k, q times the factors of their rows)
-    dn = P^T dy + k dS;   dx = T^T dn;   dS <- e^(sum of decays) dS + q^T dy - k^T (beta dx)
+    dn = P^T dy + k dS;   dx = T^T dn;   dv = beta dx;   dS <- e^(sum of decays) dS + q^T dy - k^T dv
 
 The values that a token writes (n) come from T, S and the inputs themselves: neither T (beta v) nor T (beta k) exists in memory, nor are they rounded. Outputs are made where the state already is.
 All is transposed, values by tokens and values by keys: what is computed here is always the left factor, which tensor cores take from registers, and what comes from memory the right one.
@@ -47,14 +47,20 @@ def state_columns(pointer, at, column, K: tl.constexpr, V: tl.constexpr, BLOCK_V
     return pointer + at * K * V + tl.arange(0, K)[None, :] * V + (column + tl.arange(0, BLOCK_V))[:, None]
 
 
+@triton.jit
+def chunk_columns(pointer, at, column, V: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Where some rows of the `at`-th of matrices [.., V, C] stand."""
+    return pointer + (at * V + column + tl.arange(0, BLOCK_V)[:, None]) * C + tl.arange(0, C)[None, :]
+
+
 @triton.jit(do_not_specialize=["rows", "tokens", "chunks"])
 def forward_kernel(
     q_pointer, k_pointer, v_pointer, solved_pointer, scores_pointer, factors_pointer, runs_pointer, count_pointer,
-    counts_pointer, state_pointer, y_pointer, states_pointer, final_pointer, rows, tokens, chunks, heads,
+    counts_pointer, state_pointer, y_pointer, states_pointer, new_pointer, final_pointer, rows, tokens, chunks, heads,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, COUNTS: tl.constexpr,
     STATE: tl.constexpr, OUTPUT: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and final states [B, H, K, V] where OUTPUT, the state before each chunk [N, H, V, K] in the inputs' dtype where KEEP. Any number of programs."""
+    """Outputs and final states [B, H, K, V] where OUTPUT; where KEEP, in the inputs' dtype, the state before each chunk [N, H, V, K] and what its tokens write [N, H, V, C]. Any number of programs."""
     BLOCKS: tl.constexpr = V // BLOCK_V
     count = rows
     if DOCUMENTS:
@@ -91,6 +97,7 @@ def forward_kernel(
                 owned = (late == 0) | (step > 0)
                 if KEEP:
                     tl.store(state_rows(states_pointer, at, column, K, V, BLOCK_V), before_VK, mask=owned)
+                    tl.store(chunk_columns(new_pointer, at, column, V, C, BLOCK_V), new_VC.to(dtype), mask=owned)
                 if OUTPUT:
                     q = rows_of(q_pointer, place, token < limit, K, K, 0)
                     y_VC = tl.dot(before_VK, tl.trans(q), input_precision=PRECISION) * factor(factors_pointer, at, 1, C)[None, :]
@@ -109,12 +116,12 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["rows", "tokens", "chunks"])
 def backward_kernel(
     dy_pointer, dfinal_pointer, q_pointer, k_pointer, solved_pointer, scores_pointer, factors_pointer, borders_pointer, runs_pointer,
-    count_pointer, counts_pointer, dnew_pointer, dstates_pointer, dstate_pointer, rows, tokens, chunks, heads,
+    count_pointer, counts_pointer, dx_pointer, dv_pointer, dstates_pointer, dstate_pointer, rows, tokens, chunks, heads,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, COUNTS: tl.constexpr,
     STATE: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of what is written (n, [N, H, V, C]) and of the state behind each chunk ([N, H, V, K]) in the inputs' dtype, and of the state that enters each row where STATE. In a
-    chunk in which a run ends and another begins, each gives what belongs to its own documents."""
+    """Gradients of what tokens miss (x, [N, H, V, C]), of values, and of the state behind each chunk ([N, H, V, K]) in the inputs' dtype, and of the state that enters each row where STATE. In
+    a chunk in which a run ends and another begins, each gives what belongs to its own documents."""
     BLOCKS: tl.constexpr = V // BLOCK_V
     count = rows
     if DOCUMENTS:
@@ -151,13 +158,18 @@ def backward_kernel(
                 tl.store(state_rows(dstates_pointer, at, column, K, V, BLOCK_V), behind_VK, mask=goes_on)
                 dnew_VC = tl.dot(behind_VK, tl.trans(k), input_precision=PRECISION) * factor(factors_pointer, at, 3, C)[None, :]
                 dnew_VC = tl.dot(dy_VC, scores, dnew_VC, input_precision=PRECISION).to(dtype)
-                to = dnew_pointer + (at * V + column + tl.arange(0, BLOCK_V)[:, None]) * C + tl.arange(0, C)[None, :]
+                dx_VC = tl.dot(dnew_VC, solved, input_precision=PRECISION)
+                to = chunk_columns(dx_pointer, at, column, V, C, BLOCK_V)
+                values = dv_pointer + place[:, None] * V + (column + tl.arange(0, BLOCK_V))[None, :]
+                dv = tl.trans((dx_VC * factor(factors_pointer, at, 6, C)[None, :]).to(dtype))
+                inside = token < tokens
                 if DOCUMENTS:
                     own = (goes_on | (tl.arange(0, C) < end)) & ((late == 0) | (chunk > start) | (tl.arange(0, C) >= begin))
-                    tl.store(to, dnew_VC, mask=own[None, :])
+                    tl.store(to, dx_VC.to(dtype), mask=own[None, :])
+                    inside = inside & own
                 else:
-                    tl.store(to, dnew_VC)
-                dx_VC = tl.dot(dnew_VC, solved, input_precision=PRECISION)
+                    tl.store(to, dx_VC.to(dtype))
+                tl.store(values, dv, mask=inside[:, None])
                 lost_VC = (dx_VC * -factor(factors_pointer, at, 7, C)[None, :]).to(dtype)
                 dread_VC = (dy_VC * factor(factors_pointer, at, 1, C)[None, :]).to(dtype)
                 dstate_VK = dstate_VK * left_of(factors_pointer, at, C)

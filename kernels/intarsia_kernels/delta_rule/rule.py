@@ -1,6 +1,6 @@
 """`gated_delta_rule` by chunks in Triton: one launch before the states, one along them; back along them, and one for all inputs' gradients. No atomics: equal calls give equal bits.
 
-Kept for backward are T, P and the state before each chunk (in the inputs' dtype); with `recompute` the states are computed again.
+Kept for backward are T, P, the state before each chunk and what tokens write (n; both in the inputs' dtype); with `recompute` the latter two are computed again.
 
 Shape suffixes: B rows, S tokens, H heads, K key dim, V value dim, N chunks of all rows, C tokens of a chunk.
 """
@@ -79,12 +79,13 @@ def delta_rule_prepare(
         k_BSHK.new_empty(shape if known else (0,), dtype=torch.int32)
         for shape in ((total, size), (total, 2), (2 * total + 1,), (2 * total, RUN.value), (1,))
     )
-    cut = settings(k_BSHK.dtype, sizes.keys).prepare
+    chosen = settings(k_BSHK.dtype, sizes.keys)
+    cut = chosen.prepare
     wrap_triton(prepare_kernel)[(total, sizes.heads)](
         q_BSHK, k_BSHK, decay_BSH, beta_BSH, documents_BS, counts_B, solved_NHCC, scores_NHCC, factors_NHFC, ordinals_NC, borders_N2,
         sizes.tokens, sizes.chunks, sizes.heads, scale, NORM_EPS,
         K=sizes.keys, BLOCK_K=cut.block, C=size, NORMALISE=normalise, DOCUMENTS=known, COUNTS=counts_B is not None,
-        EXACT=k_BSHK.dtype == torch.float32, PRECISION=PRECISION, num_warps=cut.warps, num_stages=cut.stages,
+        EXACT=k_BSHK.dtype == torch.float32, PRECISION=chosen.inverse, num_stages=cut.stages, **cut.launch(),
     )  # fmt: skip
     if known:
         classes = total.bit_length()
@@ -106,22 +107,23 @@ def delta_rule_forward(
     count: Tensor,
     output: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y [B, S, H, V] and final states [B, H, K, V] (float32) where `output`, and the states before each chunk [N, H, V, K] where `keep`; empty else."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y [B, S, H, V] and final states [B, H, K, V] (float32) where `output`, the states before each chunk [N, H, V, K] and n [N, H, V, C] where `keep`; empty else."""
     sizes = _Sizes.of(k_BSHK, v_BSHV)
     known = runs.numel() > 0
     y_BSHV = v_BSHV.new_empty(v_BSHV.shape if output else (0,))
     final_BHKV = v_BSHV.new_empty((sizes.rows, sizes.heads, sizes.keys, sizes.values) if output else (0,), dtype=torch.float32)
     states_NHVK = v_BSHV.new_empty((sizes.total, sizes.heads, sizes.values, sizes.keys) if keep else (0,))
+    new_NHVC = v_BSHV.new_empty((sizes.total, sizes.heads, sizes.values, sizes.size) if keep else (0,))
     cut = settings(k_BSHK.dtype, sizes.keys).forward
     block = min(cut.block, sizes.values)
     wrap_triton(forward_kernel)[(sizes.programs(cut, k_BSHK.device, known),)](
         q_BSHK, k_BSHK, v_BSHV, solved_NHCC, scores_NHCC, factors_NHFC, runs, count, counts_B, state_BHKV, y_BSHV, states_NHVK,
-        final_BHKV, sizes.rows, sizes.tokens, sizes.chunks, sizes.heads,
+        new_NHVC, final_BHKV, sizes.rows, sizes.tokens, sizes.chunks, sizes.heads,
         K=sizes.keys, V=sizes.values, C=sizes.size, BLOCK_V=block, DOCUMENTS=known, COUNTS=counts_B is not None,
-        STATE=state_BHKV is not None, OUTPUT=output, KEEP=keep, STAGES=cut.stages, PRECISION=PRECISION, num_warps=cut.warps,
+        STATE=state_BHKV is not None, OUTPUT=output, KEEP=keep, STAGES=cut.stages, PRECISION=PRECISION, **cut.launch(),
     )  # fmt: skip
-    return y_BSHV, final_BHKV, states_NHVK
+    return y_BSHV, final_BHKV, states_NHVK, new_NHVC
 
 
 @direct_op("intarsia::delta_rule_backward")
@@ -138,55 +140,56 @@ def delta_rule_backward(
     runs: Tensor,
     count: Tensor,
     state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of n [N, H, V, C], of the states behind each chunk [N, H, V, K], and of the state that enters [B, H, K, V] (float32, where `state`)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x [N, H, V, C], of v, of the states behind each chunk [N, H, V, K], and of the state that enters [B, H, K, V] (float32, where `state`)."""
     sizes = _Sizes.of(k_BSHK, dy_BSHV)
     known = runs.numel() > 0
-    dnew_NHVC = dy_BSHV.new_empty(sizes.total, sizes.heads, sizes.values, sizes.size)
+    dx_NHVC = dy_BSHV.new_empty(sizes.total, sizes.heads, sizes.values, sizes.size)
+    dv_BSHV = torch.empty_like(dy_BSHV)
     dstates_NHVK = dy_BSHV.new_empty(sizes.total, sizes.heads, sizes.values, sizes.keys)
     dstate_BHKV = dy_BSHV.new_empty((sizes.rows, sizes.heads, sizes.keys, sizes.values) if state else (0,), dtype=torch.float32)
     cut = settings(k_BSHK.dtype, sizes.keys).backward
     block = min(cut.block, sizes.values)
     wrap_triton(backward_kernel)[(sizes.programs(cut, k_BSHK.device, known),)](
-        dy_BSHV, dfinal_BHKV, q_BSHK, k_BSHK, solved_NHCC, scores_NHCC, factors_NHFC, borders_N2, runs, count, counts_B, dnew_NHVC,
-        dstates_NHVK, dstate_BHKV, sizes.rows, sizes.tokens, sizes.chunks, sizes.heads,
+        dy_BSHV, dfinal_BHKV, q_BSHK, k_BSHK, solved_NHCC, scores_NHCC, factors_NHFC, borders_N2, runs, count, counts_B, dx_NHVC,
+        dv_BSHV, dstates_NHVK, dstate_BHKV, sizes.rows, sizes.tokens, sizes.chunks, sizes.heads,
         K=sizes.keys, V=sizes.values, C=sizes.size, BLOCK_V=block, DOCUMENTS=known, COUNTS=counts_B is not None, STATE=state,
-        FINAL=dfinal_BHKV is not None, STAGES=cut.stages, PRECISION=PRECISION, num_warps=cut.warps,
+        FINAL=dfinal_BHKV is not None, STAGES=cut.stages, PRECISION=PRECISION, **cut.launch(),
     )  # fmt: skip
-    return dnew_NHVC, dstates_NHVK, dstate_BHKV
+    return dx_NHVC, dv_BSHV, dstates_NHVK, dstate_BHKV
 
 
 @direct_op("intarsia::delta_rule_gradients")
 def delta_rule_gradients(
     dy_BSHV: Tensor,
-    dnew_NHVC: Tensor,
+    dx_NHVC: Tensor,
+    new_NHVC: Tensor,
     q_BSHK: Tensor,
     k_BSHK: Tensor,
     v_BSHV: Tensor,
     decay_BSH: Tensor,
     counts_B: Tensor | None,
-    solved_NHCC: Tensor,
     factors_NHFC: Tensor,
     ordinals_NC: Tensor,
     states_NHVK: Tensor,
     dstates_NHVK: Tensor,
     scale: float,
     normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, and in float32 of decay and beta."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, and in float32 of decay and beta."""
     sizes = _Sizes.of(k_BSHK, v_BSHV)
-    dq_BSHK, dk_BSHK, dv_BSHV = torch.empty_like(q_BSHK), torch.empty_like(k_BSHK), torch.empty_like(v_BSHV)
+    dq_BSHK, dk_BSHK = torch.empty_like(q_BSHK), torch.empty_like(k_BSHK)
     ddecay_BSH = decay_BSH.new_empty(decay_BSH.shape, dtype=torch.float32)
     dbeta_BSH = torch.empty_like(ddecay_BSH)
     cut = settings(k_BSHK.dtype, sizes.keys).gradients
     wrap_triton(gradients_kernel)[(sizes.total, sizes.heads)](
-        dy_BSHV, dnew_NHVC, q_BSHK, k_BSHK, v_BSHV, decay_BSH, solved_NHCC, factors_NHFC, ordinals_NC, counts_B, states_NHVK,
-        dstates_NHVK, dq_BSHK, dk_BSHK, dv_BSHV, ddecay_BSH, dbeta_BSH, sizes.tokens, sizes.chunks, sizes.heads, scale,
+        dy_BSHV, dx_NHVC, new_NHVC, q_BSHK, k_BSHK, v_BSHV, decay_BSH, factors_NHFC, ordinals_NC, counts_B, states_NHVK,
+        dstates_NHVK, dq_BSHK, dk_BSHK, ddecay_BSH, dbeta_BSH, sizes.tokens, sizes.chunks, sizes.heads, scale,
         K=sizes.keys, V=sizes.values, C=sizes.size, BLOCK_V=min(cut.block, sizes.values), NORMALISE=normalise,
         DOCUMENTS=ordinals_NC.numel() > 0, COUNTS=counts_B is not None, EXACT=k_BSHK.dtype == torch.float32, STAGES=cut.stages,
-        PRECISION=PRECISION, num_warps=cut.warps,
+        PRECISION=PRECISION, **cut.launch(),
     )  # fmt: skip
-    return dq_BSHK, dk_BSHK, dv_BSHV, ddecay_BSH, dbeta_BSH
+    return dq_BSHK, dk_BSHK, ddecay_BSH, dbeta_BSH
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -211,27 +214,26 @@ class _GatedDeltaRule(torch.autograd.Function):
         found = delta_rule_prepare(q_BSHK, k_BSHK, decay_BSH, beta_BSH, documents_BS, counts_B, scale, normalise)
         solved, scores, factors, ordinals, borders, runs, count = found
         kept = (solved, scores, factors, runs, count)
-        y_BSHV, final_BHKV, states = delta_rule_forward(q_BSHK, k_BSHK, v_BSHV, state, counts_B, *kept, True, keep)
-        ctx.save_for_backward(
-            q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH, state, counts_B, ordinals, borders, states if keep else None, *kept
-        )
+        y_BSHV, final_BHKV, states, new = delta_rule_forward(q_BSHK, k_BSHK, v_BSHV, state, counts_B, *kept, True, keep)
+        again = (states, new) if keep else (None, None)
+        ctx.save_for_backward(q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH, state, counts_B, ordinals, borders, *again, *kept)
         ctx.scale, ctx.normalise, ctx.state_dtype = scale, normalise, None if state_BHKV is None else state_BHKV.dtype
         return y_BSHV, final_BHKV
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH, state, counts_B, ordinals, borders, states, *kept = ctx.saved_tensors
+        q_BSHK, k_BSHK, v_BSHV, decay_BSH, beta_BSH, state, counts_B, ordinals, borders, states, new, *kept = ctx.saved_tensors
         solved, scores, factors, runs, count = kept
         if states is None:
-            _, _, states = delta_rule_forward(q_BSHK, k_BSHK, v_BSHV, state, counts_B, *kept, False, True)
+            _, _, states, new = delta_rule_forward(q_BSHK, k_BSHK, v_BSHV, state, counts_B, *kept, False, True)
         dy_BSHV = torch.zeros_like(v_BSHV) if grads[0] is None else grads[0].to(v_BSHV.dtype).contiguous()
         dfinal_BHKV = None if grads[1] is None else grads[1].float().contiguous()
         needs_state = ctx.needs_input_grad[5]
-        dnew, dstates, dstate_BHKV = delta_rule_backward(
+        dx, dv, dstates, dstate_BHKV = delta_rule_backward(
             dy_BSHV, dfinal_BHKV, q_BSHK, k_BSHK, counts_B, solved, scores, factors, borders, runs, count, needs_state
         )  # fmt: skip
-        dq, dk, dv, ddecay, dbeta = delta_rule_gradients(
-            dy_BSHV, dnew, q_BSHK, k_BSHK, v_BSHV, decay_BSH, counts_B, solved, factors, ordinals, states, dstates, ctx.scale, ctx.normalise
+        dq, dk, ddecay, dbeta = delta_rule_gradients(
+            dy_BSHV, dx, new, q_BSHK, k_BSHK, v_BSHV, decay_BSH, counts_B, factors, ordinals, states, dstates, ctx.scale, ctx.normalise
         )  # fmt: skip
         dstate = dstate_BHKV.to(ctx.state_dtype) if needs_state else None
         return dq, dk, dv, ddecay.to(decay_BSH.dtype), dbeta.to(beta_BSH.dtype), dstate, *(None,) * 5

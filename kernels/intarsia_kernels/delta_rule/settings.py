@@ -15,23 +15,29 @@ WIDTHS = (64, 128, 256)
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """Columns of values (or keys, in `prepare`) that a program takes at a time, its warps, and how many loads of a loop are under way at once. `resident`: programs of a multiprocessor, where
-    their number is free."""
+    their number is free. `registers`: at most so many of a thread, that more programs share a multiprocessor (0: what the compiler takes)."""
 
     block: int
     warps: int
     stages: int
     resident: int = 1
+    registers: int = 0
+
+    def launch(self) -> dict[str, int]:
+        """What is said where a kernel is launched."""
+        return {"num_warps": self.warps, **({"maxnreg": self.registers} if self.registers else {})}
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One cut for each kernel, and tokens of a chunk."""
+    """One cut for each kernel, tokens of a chunk, and how `prepare` multiplies where it inverts ("tf32", or "tf32x3" for all of float32)."""
 
     chunk: int
     prepare: Cut
     forward: Cut
     backward: Cut
     gradients: Cut
+    inverse: str = "tf32x3"
 
 
 NARROW = {
