@@ -6,7 +6,8 @@
     python benchmarks/delta_rule.py OUT.json --debug-sizes      does it run? (without a GPU: the reference alone; with TRITON_INTERPRET=1 the kernels too)
 
 Queries and keys are normalised inside. Times are medians of CUDA events, all implementations by turns; `ratio` is the opponent's time over ours. `errors` are ||x - x64|| / ||x64|| of outputs and
-gradients against the reference in float64, from the same rounded inputs. `pieces` are the launches, each by itself, with the bytes that it must move at least. `short_conv`: 6,144 channels, 4 taps.
+gradients against the reference in float64, from the same rounded inputs. flash-linear-attention refuses its backward pass where Triton 3.4.0 to 3.7.0 compiles it for Hopper, as
+that makes some of its gradients wrong: it is measured all the same (`overridden` says so), and `errors` say which are. `pieces` are the launches, each by itself, with the bytes that it must move at least. `short_conv`: 6,144 channels, 4 taps.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ UNEVEN = (24576, 1024, 12288, 2048, 8192, 4096, 10240, 3072)
 NAMES = ("q", "k", "v", "decay", "beta")
 
 CUTS = {
-    "prepare": [(128, 4, 1), (128, 4, 1, 1, 128), (64, 4, 1, 1, 128), (64, 4, 1)],
+    "prepare": [(128, 4, 1), (128, 4, 1, 1, 128)],
     "forward": [(64, 4, 2, 2), (128, 8, 2, 1), (128, 8, 3, 1)],
     "backward": [(64, 4, 2, 2), (128, 8, 2, 1), (128, 8, 3, 1), (64, 4, 3, 1)],
-    "gradients": [(32, 8, 2), (64, 8, 2), (16, 8, 2), (32, 8, 2, 1, 128), (64, 8, 2, 1, 128), (32, 8, 2, 1, 168), (32, 4, 2), (16, 4, 3)],
+    "gradients": [(32, 8, 2), (64, 8, 2), (16, 8, 2), (32, 8, 1), (32, 4, 2), (64, 4, 1)],
 }
 """Columns, warps, stages, residents and registers to try, for keys and values of 128: those that compile for compute capability 9.0 with few spills or none."""
 
@@ -54,6 +55,19 @@ def facts() -> dict[str, Any]:
             version[name] = getattr(importlib.import_module(name), "__version__", "installed")
     run = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     return {**version, "device": torch.cuda.get_device_name() if CUDA else "cpu", "commit": run.stdout.strip()}
+
+
+def override_fla() -> bool:
+    """Let flash-linear-attention run where it refuses to. Whether it had refused."""
+    if not importlib.util.find_spec("fla"):
+        return False
+    module = importlib.import_module("fla.ops.common.chunk_o")
+    refuses = (
+        module.IS_NVIDIA_HOPPER and module.TRITON_ABOVE_3_4_0 and not module.TRITON_ABOVE_3_7_1 and not importlib.util.find_spec("tilelang")
+    )
+    if refuses:
+        module.TRITON_ABOVE_3_7_1 = True  # type: ignore[attr-defined]
+    return bool(refuses)
 
 
 # ---------------------------------------------------------------- implementations
@@ -253,7 +267,7 @@ def main() -> int:
     if given.debug_sizes:
         lengths, heads, width, channels, rounds = (70, 26), 1, 64, 32, 1
     problem = Problem(lengths, heads, width, torch.bfloat16 if CUDA else torch.float32)
-    found: dict[str, Any] = {**facts(), "documents": lengths, "heads": heads, "width": width}
+    found: dict[str, Any] = {**facts(), "documents": lengths, "heads": heads, "width": width, "overridden": CUDA and override_fla()}
     runs = problem.implementations()
     if given.inverse:
         from intarsia_kernels.delta_rule import settings

@@ -162,7 +162,7 @@ def product_pass(layer: MoE, x_MD: Tensor, counts_E: Tensor) -> Callable[[], Non
     product, gradient = references.product, references.weight_gradient
     if kernel is not None:
         module: Any = sys.modules[kernel.__module__]
-        product, gradient = module.product, module.weight_gradient
+        product, gradient = module._product, module.weight_gradient
     w1, w3, w2 = (parameter.detach() for parameter in (layer.experts.w1, layer.experts.w3, layer.experts.w2))
     h_MF = product(x_MD, w1, counts_E)
 

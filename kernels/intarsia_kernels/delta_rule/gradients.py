@@ -8,6 +8,8 @@ With x = beta (v - k S), n = T x, y = q S + P n and S' = e^(sum of decays) S + k
 A token's beta is given reads . k + dx . v; a sum of decays G_i what its row gives in y and as a key that reads (dq . q + beta reads . k), less what it takes as a key that is written (writes . k).
 n is of the forward pass and dx of the one back along the states: products have both of their factors in memory, rows are scaled after them, and few sums are held at a time, so that several
 programs share a multiprocessor. Lengths of queries and keys are differentiated where whole rows are at hand.
+
+dP and dA are made twice, by rows and by columns, and not turned: Triton 3.4 to 3.7.0 on Hopper hands a turned result to the next product in registers that are in use again (wrong keys' gradients).
 """
 
 from __future__ import annotations
@@ -46,40 +48,50 @@ def gradients_kernel(
     at = chunk.to(tl.int64) * heads + head
     dtype = k_pointer.dtype.element_ty
     below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
+    above = tl.arange(0, C)[:, None] < tl.arange(0, C)[None, :]
 
     # What queries take from the state, and from what tokens of the chunk write.
-    dq, dscores = tl.zeros([C, K], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    dq, dscores, turned = tl.zeros([C, K], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
     for column in tl.range(0, V, BLOCK_V, num_stages=STAGES):
         dy = rows_of(dy_pointer, place, real, V, BLOCK_V, column)
+        new_VC = tl.load(chunk_columns(new_pointer, at, column, V, C, BLOCK_V))
         dq = tl.dot(dy, tl.load(state_rows(states_pointer, at, column, K, V, BLOCK_V)), dq, input_precision=PRECISION)
-        dscores = tl.dot(dy, tl.load(chunk_columns(new_pointer, at, column, V, C, BLOCK_V)), dscores, input_precision=PRECISION)
+        dscores = tl.dot(dy, new_VC, dscores, input_precision=PRECISION)
+        turned = tl.dot(tl.trans(new_VC), tl.trans(dy), turned, input_precision=PRECISION)
     q, k = rows_of(q_pointer, place, real, K, K, 0), rows_of(k_pointer, place, real, K, K, 0)
-    q_inverse, k_inverse = factor(factors_pointer, at, 4, C), factor(factors_pointer, at, 5, C)
-    decay = tl.maximum(tl.load(decay_pointer + place, mask=real, other=0.0).to(tl.float32), LOWEST)
+    sums, q_inverse, k_inverse = factor(factors_pointer, at, 0, C), factor(factors_pointer, at, 4, C), factor(factors_pointer, at, 5, C)
+    decay = sums
+    if EXACT:
+        decay = tl.maximum(tl.load(decay_pointer + place, mask=real, other=0.0).to(tl.float32), LOWEST)
     same = tl.full([C, C], 1, dtype=tl.int1)
     if DOCUMENTS:
         ordinal = tl.load(ordinals_pointer + chunk.to(tl.int64) * C + tl.arange(0, C))
         same = ordinal[:, None] == ordinal[None, :]
-    power = decays_between(decay, factor(factors_pointer, at, 0, C), same, C, EXACT) * k_inverse[None, :]
+    power = decays_between(decay, sums, same, C, EXACT) * k_inverse[None, :]
+    power_turned = decays_between(decay, sums, same, C, EXACT, True) * k_inverse[:, None]
     scores = (dscores * power * (q_inverse * scale)[:, None]).to(dtype)
+    turned_scores = (turned * power_turned * (q_inverse * scale)[None, :]).to(dtype)
+    q, k = rows_of(q_pointer, place, real, K, K, 0), rows_of(k_pointer, place, real, K, K, 0)
     dq = tl.dot(scores, k, dq * factor(factors_pointer, at, 1, C)[:, None], input_precision=PRECISION)
     radial = tl.sum(q.to(tl.float32) * dq, axis=1)
     dsums = radial
     _put(dq_pointer, place, inside, q, dq, q_inverse, radial, K, NORMALISE)
 
     # What keys take that read, and the values that tokens miss. Rows are read again where they are used: registers are short.
-    reads, mixed = tl.zeros([C, K], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    reads, mixed, turned = tl.zeros([C, K], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
     missed = tl.zeros([C, BLOCK_V], dtype=tl.float32)
     for column in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-        dx = tl.trans(tl.load(chunk_columns(dx_pointer, at, column, V, C, BLOCK_V)))
-        reads = tl.dot(dx, tl.load(state_rows(states_pointer, at, column, K, V, BLOCK_V)), reads, input_precision=PRECISION)
-        mixed = tl.dot(dx, tl.load(chunk_columns(new_pointer, at, column, V, C, BLOCK_V)), mixed, input_precision=PRECISION)
+        dx_VC = tl.load(chunk_columns(dx_pointer, at, column, V, C, BLOCK_V))
+        new_VC = tl.load(chunk_columns(new_pointer, at, column, V, C, BLOCK_V))
+        reads = tl.dot(tl.trans(dx_VC), tl.load(state_rows(states_pointer, at, column, K, V, BLOCK_V)), reads, input_precision=PRECISION)
+        mixed = tl.dot(tl.trans(dx_VC), new_VC, mixed, input_precision=PRECISION)
+        turned = tl.dot(tl.trans(new_VC), dx_VC, turned, input_precision=PRECISION)
         v = rows_of(v_pointer, place, real, V, BLOCK_V, column)
-        missed += dx.to(tl.float32) * v.to(tl.float32)
+        missed += tl.trans(dx_VC).to(tl.float32) * v.to(tl.float32)
     k = rows_of(k_pointer, place, real, K, K, 0)
     beta = factor(factors_pointer, at, 6, C)
     mixed = tl.where(below, mixed * power * -k_inverse[:, None], 0.0)
-    narrow = (mixed * beta[:, None]).to(dtype)
+    turned_mixed = tl.where(above, turned * power_turned * -(k_inverse * beta)[None, :], 0.0).to(dtype)
     reads = tl.dot(mixed.to(dtype), k, reads * -factor(factors_pointer, at, 2, C)[:, None], input_precision=PRECISION)
     given = tl.sum(k.to(tl.float32) * reads, axis=1)
     tl.store(dbeta_pointer + place, tl.where(real, tl.sum(missed, axis=1) + given, 0.0), mask=inside)
@@ -97,8 +109,8 @@ def gradients_kernel(
     k = rows_of(k_pointer, place, real, K, K, 0)
     writes *= factor(factors_pointer, at, 3, C)[:, None]
     dtotal = tl.sum(k.to(tl.float32) * writes) + left_of(factors_pointer, at, C) * tl.sum(left)
-    writes = tl.dot(tl.trans(narrow), k, writes, input_precision=PRECISION)
-    writes = tl.dot(tl.trans(scores), rows_of(q_pointer, place, real, K, K, 0), writes, input_precision=PRECISION)
+    writes = tl.dot(turned_mixed, k, writes, input_precision=PRECISION)
+    writes = tl.dot(turned_scores, rows_of(q_pointer, place, real, K, K, 0), writes, input_precision=PRECISION)
     taken = tl.sum(k.to(tl.float32) * writes, axis=1)
     dsums += tl.where(tl.arange(0, C) == C - 1, dtotal, 0.0) - taken
     tl.store(ddecay_pointer + place, tl.where(real, tl.cumsum(dsums, axis=0, reverse=True), 0.0), mask=inside)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -95,8 +96,14 @@ def run_fla(
     return y, final
 
 
-def _fla_widths(keys: int, values: int) -> str | None:
-    return f"keys of width {keys}; it takes up to {WIDEST}" if keys > WIDEST else None
+def _fla_refuses(keys: int, values: int) -> str | None:
+    if keys > WIDEST:
+        return f"keys of width {keys}; it takes up to {WIDEST}"
+    known = vars(importlib.import_module("fla.utils"))
+    wrong = known.get("IS_NVIDIA_HOPPER") and known.get("TRITON_ABOVE_3_4_0") and not known.get("TRITON_ABOVE_3_7_1", True)
+    if wrong and not importlib.util.find_spec("tilelang"):
+        return "Triton from 3.4.0 to 3.7.0 on Hopper, with which its backward pass would be wrong; it needs 3.7.1 or tilelang"
+    return None
 
 
 def run_attn_gym(
@@ -117,5 +124,5 @@ def _attn_gym_widths(keys: int, values: int) -> str | None:
     return f"keys of width {keys} and values of {values}; it takes both of {' or '.join(map(str, EQUAL_WIDTHS))}"
 
 
-fla = _adapter(run_fla, _fla_widths)
+fla = _adapter(run_fla, _fla_refuses)
 attn_gym = _adapter(run_attn_gym, _attn_gym_widths)

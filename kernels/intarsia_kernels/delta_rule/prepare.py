@@ -43,13 +43,18 @@ def rows_of(pointer, place, mask, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, fi
 
 
 @triton.jit
-def decays_between(decay, sums, same, C: tl.constexpr, EXACT: tl.constexpr):
-    """e^D [C, C]: 0 where token i does not see j. Exactly: D summed pair by pair and not the difference of two sums."""
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    if EXACT:
-        between = tl.cumsum(tl.where(i > j, decay[:, None] + tl.zeros([C, C], dtype=tl.float32), 0.0), axis=0)
+def decays_between(decay, sums, same, C: tl.constexpr, EXACT: tl.constexpr, TURNED: tl.constexpr = False):
+    """e^D [C, C]: 0 where token i does not see j; j by rows where TURNED. Exactly: D summed pair by pair and not the difference of two sums."""
+    if TURNED:
+        i, j, at_i, at_j = tl.arange(0, C)[None, :], tl.arange(0, C)[:, None], sums[None, :], sums[:, None]
+        step = decay[None, :]
     else:
-        between = sums[:, None] - sums[None, :]
+        i, j, at_i, at_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], sums[:, None], sums[None, :]
+        step = decay[:, None]
+    if EXACT:
+        between = tl.cumsum(tl.where(i > j, step + tl.zeros([C, C], dtype=tl.float32), 0.0), axis=1 if TURNED else 0)
+    else:
+        between = at_i - at_j
     return tl.exp(tl.where((i >= j) & same, between, float("-inf")))
 
 
