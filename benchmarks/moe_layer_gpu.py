@@ -159,18 +159,18 @@ def host_milliseconds(run: Callable[[], Any], rounds: int) -> float:
 def product_pass(layer: MoE, x_MD: Tensor, counts_E: Tensor) -> Callable[[], None]:
     """The nine products alone."""
     kernel: Any = GROUPED_LINEAR.choice.function
-    product, gradient = references.product, references.weight_gradient
-    if kernel is not None:
+    product, gradient, groups = references.product, references.weight_gradient, counts_E
+    if kernel is not None:  # Where groups end is counted once, and no part of the products.
         module: Any = sys.modules[kernel.__module__]
-        product, gradient = module._product, module.weight_gradient
+        product, gradient, groups = module._product, module._weight_gradient, module.ends_of(counts_E)
     w1, w3, w2 = (parameter.detach() for parameter in (layer.experts.w1, layer.experts.w3, layer.experts.w2))
-    h_MF = product(x_MD, w1, counts_E)
+    h_MF = product(x_MD, w1, groups)
 
     def run() -> None:
-        product(x_MD, w1, counts_E), product(x_MD, w3, counts_E), product(h_MF, w2, counts_E)
-        product(x_MD, w2.transpose(1, 2), counts_E), gradient(x_MD, h_MF, counts_E)
+        product(x_MD, w1, groups), product(x_MD, w3, groups), product(h_MF, w2, groups)
+        product(x_MD, w2.transpose(1, 2), groups), gradient(x_MD, h_MF, groups)
         for weight in (w1, w3):
-            product(h_MF, weight.transpose(1, 2), counts_E), gradient(h_MF, x_MD, counts_E)
+            product(h_MF, weight.transpose(1, 2), groups), gradient(h_MF, x_MD, groups)
 
     return run
 

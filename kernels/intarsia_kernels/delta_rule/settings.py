@@ -36,17 +36,18 @@ class Settings:
     prepare: Cut
     forward: Cut
     backward: Cut
-    gradients: Cut
+    queries: Cut
+    keys: Cut
     inverse: str = "tf32x3"
 
 
 NARROW = {
-    64: Settings(64, Cut(64, 4, 1), Cut(64, 4, 2, 2), Cut(64, 4, 2, 2), Cut(32, 8, 2)),
-    128: Settings(64, Cut(128, 4, 1), Cut(64, 4, 2, 2), Cut(64, 4, 2, 2), Cut(32, 8, 2)),
-    256: Settings(64, Cut(128, 4, 1), Cut(64, 8, 1), Cut(64, 8, 1), Cut(32, 8, 1)),
+    64: Settings(64, Cut(64, 4, 1), Cut(64, 4, 2, 2), Cut(64, 4, 2, 2), Cut(32, 4, 2), Cut(32, 4, 2), "tf32"),
+    128: Settings(64, Cut(128, 4, 1, 1, 128), Cut(64, 4, 2, 2), Cut(128, 8, 3), Cut(32, 8, 2, 1, 128), Cut(64, 8, 2), "tf32"),
+    256: Settings(64, Cut(128, 4, 1), Cut(64, 8, 1), Cut(64, 8, 1), Cut(32, 8, 1), Cut(32, 8, 1), "tf32"),
 }
 """For 16-bit inputs, by the width of keys."""
-WIDE = {width: Settings(32, Cut(64, 4, 1), Cut(16, 4, 1, 2), Cut(16, 4, 1, 2), Cut(16, 8, 1)) for width in WIDTHS}
+WIDE = {width: Settings(32, Cut(64, 4, 1), Cut(16, 4, 1, 2), Cut(16, 4, 1, 2), Cut(16, 8, 1), Cut(16, 8, 1)) for width in WIDTHS}
 """For float32."""
 _measured: dict[int, Settings] = {}
 """What a benchmark puts in the place of the above, by width."""
