@@ -42,13 +42,9 @@ CUTS = {
     "prepare": [(128, 4, 1), (128, 4, 1, 1, 128)],
     "forward": [(64, 4, 2, 2), (128, 8, 2, 1), (128, 8, 3, 1)],
     "backward": [(64, 4, 2, 2), (128, 8, 2, 1), (128, 8, 3, 1), (64, 4, 3, 1)],
-    "queries": [(32, 8, 2, 1, 128), (64, 8, 2, 1, 128), (32, 4, 2), (16, 4, 2)],
-    "keys": [(64, 8, 2), (32, 8, 2), (32, 8, 2, 1, 128), (16, 8, 2, 1, 128), (32, 4, 2)],
+    "gradients": [(64, 8, 2), (32, 8, 2), (32, 8, 3), (32, 8, 4), (64, 8, 3), (64, 8, 2, 1, 128), (64, 8, 2, 2)],
 }
 """Columns, warps, stages, residents and registers to try, for keys and values of 128: those that compile for compute capability 9.0 with few spills or none."""
-
-PIECE = {"queries": "gradients", "keys": "gradients"}
-"""The piece in which a kernel is launched, where that has another name."""
 
 
 def facts() -> dict[str, Any]:
@@ -215,7 +211,7 @@ def tuned(problem: Problem, width: int, rounds: int) -> dict[str, dict[str, Any]
         for cut in cuts:
             settings._measured[width] = dataclasses.replace(chosen, **{kernel: settings.Cut(*cut)})
             try:
-                taken = statistics.median(by_turns({kernel: pieces(problem)[PIECE.get(kernel, kernel)][0]}, rounds)[kernel])
+                taken = statistics.median(by_turns({kernel: pieces(problem)[kernel][0]}, rounds)[kernel])
             except Exception as error:
                 found[kernel][str(cut)] = f"{type(error).__name__}: {str(error)[:200]}"
                 continue

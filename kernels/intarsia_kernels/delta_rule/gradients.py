@@ -6,8 +6,8 @@ With x = beta (v - k S), n = T x, y = q S + P n and S' = e^(sum of decays) S + k
     dq = dy S^T + dP-part k;   dk = beta reads + writes, with reads = dA-part k - dx S^T and writes = n dS'^T + dP-part^T q + (beta dA-part)^T k
 
 A token's beta is given reads . k + dx . v; a sum of decays G_i what its row gives in y and as a key that reads (dq . q + beta reads . k), less what it takes as a key that is written (writes . k).
-n is of the forward pass and dx of the one back along the states: products have both of their factors in memory, rows are scaled after them, and few sums are held at a time (queries and keys have
-launches of their own), so that several programs share a multiprocessor. Lengths of queries and keys are differentiated where whole rows are at hand.
+n is of the forward pass and dx of the one back along the states: products have both of their factors in memory, rows are scaled after them, and few sums are held at a time, so that several
+programs share a multiprocessor. Lengths of queries and keys are differentiated where whole rows are at hand.
 
 dP and dA are made twice, by rows and by columns, and not turned: Triton 3.4 to 3.7.0 on Hopper hands a turned result to the next product in registers that are in use again (wrong keys' gradients).
 """
@@ -30,32 +30,34 @@ def _put(pointer, place, inside, x, dx, inverse, radial, K: tl.constexpr, NORMAL
 
 
 @triton.jit
-def _same_documents(ordinals_pointer, chunk, C: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Whether two tokens of a chunk are of one document [C, C]."""
-    same = tl.full([C, C], 1, dtype=tl.int1)
-    if DOCUMENTS:
-        ordinal = tl.load(ordinals_pointer + chunk.to(tl.int64) * C + tl.arange(0, C))
-        same = ordinal[:, None] == ordinal[None, :]
-    return same
+def _prefetch(pointers):
+    """Has the lines of 128 bytes at these places fetched into the second-level cache."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def _decay_of(decay_pointer, place, real, sums, EXACT: tl.constexpr):
-    """Decays of tokens where sums of them will not do."""
-    decay = sums
-    if EXACT:
-        decay = tl.maximum(tl.load(decay_pointer + place, mask=real, other=0.0).to(tl.float32), LOWEST)
-    return decay
+def _fetch(pointer, COUNT: tl.constexpr):
+    """COUNT numbers (a power of two) in a row."""
+    LINE: tl.constexpr = 128 // (pointer.dtype.element_ty.primitive_bitwidth // 8)
+    _prefetch(pointer + tl.arange(0, COUNT // LINE) * LINE)
+
+
+@triton.jit
+def _fetch_rows(pointer, place, WIDTH: tl.constexpr):
+    """The rows at `place` of a tensor [B, S, H, WIDTH]."""
+    LINE: tl.constexpr = 128 // (pointer.dtype.element_ty.primitive_bitwidth // 8)
+    _prefetch(pointer + place[:, None] * WIDTH + tl.arange(0, WIDTH // LINE)[None, :] * LINE)
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
-def queries_kernel(
-    dy_pointer, new_pointer, q_pointer, k_pointer, decay_pointer, factors_pointer, ordinals_pointer, counts_pointer, states_pointer,
-    dstates_pointer, dq_pointer, ddecay_pointer, tokens, chunks, heads, scale,
+def gradients_kernel(
+    dy_pointer, dx_pointer, new_pointer, q_pointer, k_pointer, v_pointer, decay_pointer, factors_pointer, ordinals_pointer,
+    counts_pointer, states_pointer, dstates_pointer, dq_pointer, dk_pointer, ddecay_pointer, dbeta_pointer,
+    tokens, chunks, heads, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISE: tl.constexpr, DOCUMENTS: tl.constexpr,
-    COUNTS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    COUNTS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program for each chunk and head: gradients of queries; and what these, and the state that is left, give to sums of decays, [B, S, H] in float32."""
+    """A program for each chunk and head. It has what that AHEAD programs later will read fetched into the second-level cache: what it reads itself is there, and waits are short."""
     scale = tl.cast(scale, tl.float32)  # a compiler hands over numbers of Python in float64
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = chunk // chunks
@@ -65,50 +67,55 @@ def queries_kernel(
     real, inside = token < limit, token < tokens
     at = chunk.to(tl.int64) * heads + head
     dtype = k_pointer.dtype.element_ty
+    if AHEAD:
+        later = head * tl.num_programs(0) + chunk + AHEAD
+        if later < tl.num_programs(0) * tl.num_programs(1):
+            chunk_later, head_later = later % tl.num_programs(0), later // tl.num_programs(0)
+            row_later = chunk_later // chunks
+            start_later = (chunk_later - row_later * chunks) * C
+            token_later = tl.minimum(start_later + tl.arange(0, C), tokens - 1) - start_later
+            place_later = (row_later.to(tl.int64) * tokens + start_later + token_later) * heads + head_later
+            _fetch_rows(q_pointer, place_later, K)
+            _fetch_rows(k_pointer, place_later, K)
+            _fetch_rows(v_pointer, place_later, V)
+            _fetch_rows(dy_pointer, place_later, V)
+            at_later = chunk_later.to(tl.int64) * heads + head_later
+            _fetch(new_pointer + at_later * V * C, V * C)
+            _fetch(dx_pointer + at_later * V * C, V * C)
+            _fetch(states_pointer + at_later * V * K, V * K)
+            _fetch(dstates_pointer + at_later * V * K, V * K)
 
-    dq, dscores = tl.zeros([C, K], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    left = tl.zeros([BLOCK_V, K], dtype=tl.float32)
-    for column in tl.range(0, V, BLOCK_V, num_stages=STAGES):
-        dy = rows_of(dy_pointer, place, real, V, BLOCK_V, column)
-        state_VK = tl.load(state_rows(states_pointer, at, column, K, V, BLOCK_V))
-        dq = tl.dot(dy, state_VK, dq, input_precision=PRECISION)
-        dscores = tl.dot(dy, tl.load(chunk_columns(new_pointer, at, column, V, C, BLOCK_V)), dscores, input_precision=PRECISION)
-        left += state_VK.to(tl.float32) * tl.load(state_rows(dstates_pointer, at, column, K, V, BLOCK_V)).to(tl.float32)
-    sums, q_inverse, k_inverse = factor(factors_pointer, at, 0, C), factor(factors_pointer, at, 4, C), factor(factors_pointer, at, 5, C)
-    decay, same = _decay_of(decay_pointer, place, real, sums, EXACT), _same_documents(ordinals_pointer, chunk, C, DOCUMENTS)
-    power = decays_between(decay, sums, same, C, EXACT) * k_inverse[None, :]
-    scores = (dscores * power * (q_inverse * scale)[:, None]).to(dtype)
-    k = rows_of(k_pointer, place, real, K, K, 0)
-    dq = tl.dot(scores, k, dq * factor(factors_pointer, at, 1, C)[:, None], input_precision=PRECISION)
-    q = rows_of(q_pointer, place, real, K, K, 0)
-    radial = tl.sum(q.to(tl.float32) * dq, axis=1)
-    dleft = left_of(factors_pointer, at, C) * tl.sum(left)
-    last = tl.minimum(start + C, tokens) - 1
-    tl.store(ddecay_pointer + place, radial + tl.where(token == last, dleft, 0.0), mask=inside)
-    _put(dq_pointer, place, inside, q, dq, q_inverse, radial, K, NORMALISE)
-
-
-@triton.jit(do_not_specialize=["tokens", "chunks"])
-def keys_kernel(
-    dy_pointer, dx_pointer, new_pointer, q_pointer, k_pointer, v_pointer, decay_pointer, factors_pointer, ordinals_pointer,
-    counts_pointer, states_pointer, dstates_pointer, dk_pointer, ddecay_pointer, dbeta_pointer, tokens, chunks, heads, scale,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISE: tl.constexpr, DOCUMENTS: tl.constexpr,
-    COUNTS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A program for each chunk and head: gradients of keys and of beta; and of decays, where `queries_kernel` has put its part."""
-    scale = tl.cast(scale, tl.float32)
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    row = chunk // chunks
-    start = (chunk - row * chunks) * C
-    limit = limit_of(counts_pointer, row, tokens, COUNTS)
-    token, place = start + tl.arange(0, C), places(row, start, head, tokens, heads, C)
-    real, inside = token < limit, token < tokens
-    at = chunk.to(tl.int64) * heads + head
-    dtype = k_pointer.dtype.element_ty
     below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
     above = tl.arange(0, C)[:, None] < tl.arange(0, C)[None, :]
 
-    # As keys that read, and for the values that tokens miss.
+    # What queries take from the state, and from what tokens of the chunk write.
+    dq, dscores, turned = tl.zeros([C, K], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    for column in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        dy = rows_of(dy_pointer, place, real, V, BLOCK_V, column)
+        new_VC = tl.load(chunk_columns(new_pointer, at, column, V, C, BLOCK_V))
+        dq = tl.dot(dy, tl.load(state_rows(states_pointer, at, column, K, V, BLOCK_V)), dq, input_precision=PRECISION)
+        dscores = tl.dot(dy, new_VC, dscores, input_precision=PRECISION)
+        turned = tl.dot(tl.trans(new_VC), tl.trans(dy), turned, input_precision=PRECISION)
+    q, k = rows_of(q_pointer, place, real, K, K, 0), rows_of(k_pointer, place, real, K, K, 0)
+    sums, q_inverse, k_inverse = factor(factors_pointer, at, 0, C), factor(factors_pointer, at, 4, C), factor(factors_pointer, at, 5, C)
+    decay = sums
+    if EXACT:
+        decay = tl.maximum(tl.load(decay_pointer + place, mask=real, other=0.0).to(tl.float32), LOWEST)
+    same = tl.full([C, C], 1, dtype=tl.int1)
+    if DOCUMENTS:
+        ordinal = tl.load(ordinals_pointer + chunk.to(tl.int64) * C + tl.arange(0, C))
+        same = ordinal[:, None] == ordinal[None, :]
+    power = decays_between(decay, sums, same, C, EXACT) * k_inverse[None, :]
+    power_turned = decays_between(decay, sums, same, C, EXACT, True) * k_inverse[:, None]
+    scores = (dscores * power * (q_inverse * scale)[:, None]).to(dtype)
+    turned_scores = (turned * power_turned * (q_inverse * scale)[None, :]).to(dtype)
+    q, k = rows_of(q_pointer, place, real, K, K, 0), rows_of(k_pointer, place, real, K, K, 0)
+    dq = tl.dot(scores, k, dq * factor(factors_pointer, at, 1, C)[:, None], input_precision=PRECISION)
+    radial = tl.sum(q.to(tl.float32) * dq, axis=1)
+    dsums = radial
+    _put(dq_pointer, place, inside, q, dq, q_inverse, radial, K, NORMALISE)
+
+    # What keys take that read, and the values that tokens miss. Rows are read again where they are used: registers are short.
     reads, mixed, turned = tl.zeros([C, K], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
     missed = tl.zeros([C, BLOCK_V], dtype=tl.float32)
     for column in tl.range(0, V, BLOCK_V, num_stages=STAGES):
@@ -119,34 +126,30 @@ def keys_kernel(
         turned = tl.dot(tl.trans(new_VC), dx_VC, turned, input_precision=PRECISION)
         v = rows_of(v_pointer, place, real, V, BLOCK_V, column)
         missed += tl.trans(dx_VC).to(tl.float32) * v.to(tl.float32)
-    sums, k_inverse, beta = factor(factors_pointer, at, 0, C), factor(factors_pointer, at, 5, C), factor(factors_pointer, at, 6, C)
-    decay, same = _decay_of(decay_pointer, place, real, sums, EXACT), _same_documents(ordinals_pointer, chunk, C, DOCUMENTS)
-    mixed = tl.where(below, mixed * decays_between(decay, sums, same, C, EXACT) * -k_inverse[:, None] * k_inverse[None, :], 0.0)
-    reads *= -factor(factors_pointer, at, 2, C)[:, None]
     k = rows_of(k_pointer, place, real, K, K, 0)
-    reads = tl.dot(mixed.to(dtype), k, reads, input_precision=PRECISION)
+    beta = factor(factors_pointer, at, 6, C)
+    mixed = tl.where(below, mixed * power * -k_inverse[:, None], 0.0)
+    turned_mixed = tl.where(above, turned * power_turned * -(k_inverse * beta)[None, :], 0.0).to(dtype)
+    reads = tl.dot(mixed.to(dtype), k, reads * -factor(factors_pointer, at, 2, C)[:, None], input_precision=PRECISION)
     given = tl.sum(k.to(tl.float32) * reads, axis=1)
-    power = decays_between(decay, sums, same, C, EXACT, True) * k_inverse[:, None]
-    mixed = tl.where(above, turned * power * -(k_inverse * beta)[None, :], 0.0)
-    narrow = mixed.to(dtype)
     tl.store(dbeta_pointer + place, tl.where(real, tl.sum(missed, axis=1) + given, 0.0), mask=inside)
+    dsums += beta * given
     reads *= beta[:, None]
 
-    # As keys that write.
-    writes, turned = tl.zeros([C, K], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    # What keys take that write.
+    writes, left = tl.zeros([C, K], dtype=tl.float32), tl.zeros([BLOCK_V, K], dtype=tl.float32)
     for column in tl.range(0, V, BLOCK_V, num_stages=STAGES):
+        dstate_VK = tl.load(state_rows(dstates_pointer, at, column, K, V, BLOCK_V))
+        state_VK = tl.load(state_rows(states_pointer, at, column, K, V, BLOCK_V))
         new_CV = tl.trans(tl.load(chunk_columns(new_pointer, at, column, V, C, BLOCK_V)))
-        writes = tl.dot(new_CV, tl.load(state_rows(dstates_pointer, at, column, K, V, BLOCK_V)), writes, input_precision=PRECISION)
-        turned = tl.dot(new_CV, tl.trans(rows_of(dy_pointer, place, real, V, BLOCK_V, column)), turned, input_precision=PRECISION)
-    scores = (turned * power * (factor(factors_pointer, at, 4, C) * scale)[None, :]).to(dtype)
-    writes *= factor(factors_pointer, at, 3, C)[:, None]
+        writes = tl.dot(new_CV, dstate_VK, writes, input_precision=PRECISION)
+        left += state_VK.to(tl.float32) * dstate_VK.to(tl.float32)
     k = rows_of(k_pointer, place, real, K, K, 0)
-    dtotal = tl.sum(k.to(tl.float32) * writes)
-    writes = tl.dot(narrow, k, writes, input_precision=PRECISION)
-    writes = tl.dot(scores, rows_of(q_pointer, place, real, K, K, 0), writes, input_precision=PRECISION)
+    writes *= factor(factors_pointer, at, 3, C)[:, None]
+    dtotal = tl.sum(k.to(tl.float32) * writes) + left_of(factors_pointer, at, C) * tl.sum(left)
+    writes = tl.dot(turned_mixed, k, writes, input_precision=PRECISION)
+    writes = tl.dot(turned_scores, rows_of(q_pointer, place, real, K, K, 0), writes, input_precision=PRECISION)
     taken = tl.sum(k.to(tl.float32) * writes, axis=1)
-    given *= beta
-    last = tl.minimum(start + C, tokens) - 1
-    dsums = tl.load(ddecay_pointer + place, mask=inside, other=0.0) + given - taken + tl.where(token == last, dtotal, 0.0)
+    dsums += tl.where(tl.arange(0, C) == C - 1, dtotal, 0.0) - taken
     tl.store(ddecay_pointer + place, tl.where(real, tl.cumsum(dsums, axis=0, reverse=True), 0.0), mask=inside)
-    _put(dk_pointer, place, inside, k, reads + writes, k_inverse, given + taken, K, NORMALISE)
+    _put(dk_pointer, place, inside, k, reads + writes, k_inverse, beta * given + taken, K, NORMALISE)

@@ -15,11 +15,11 @@ from intarsia_models_common.linear_attention.delta_rule import NORM_EPS
 from torch import Tensor
 from torch.library import wrap_triton
 
-from intarsia_kernels.delta_rule.gradients import keys_kernel, queries_kernel
+from intarsia_kernels.delta_rule.gradients import gradients_kernel
 from intarsia_kernels.delta_rule.prepare import FACTORS, prepare_kernel
 from intarsia_kernels.delta_rule.recurrence import backward_kernel, forward_kernel
 from intarsia_kernels.delta_rule.schedule import BLOCK, RUN, schedule_kernel
-from intarsia_kernels.delta_rule.settings import WIDTHS, Cut, multiprocessors, settings
+from intarsia_kernels.delta_rule.settings import WIDTHS, Cut, ahead, multiprocessors, settings
 from intarsia_kernels.direct import direct_op
 
 PRECISION = "tf32x3"
@@ -181,25 +181,13 @@ def delta_rule_gradients(
     dq_BSHK, dk_BSHK = torch.empty_like(q_BSHK), torch.empty_like(k_BSHK)
     ddecay_BSH = decay_BSH.new_empty(decay_BSH.shape, dtype=torch.float32)
     dbeta_BSH = torch.empty_like(ddecay_BSH)
-    chosen = settings(k_BSHK.dtype, sizes.keys)
-    common: dict[str, Any] = {
-        "K": sizes.keys,
-        "V": sizes.values,
-        "C": sizes.size,
-        "NORMALISE": normalise,
-        "DOCUMENTS": ordinals_NC.numel() > 0,
-    }
-    common |= {"COUNTS": counts_B is not None, "EXACT": k_BSHK.dtype == torch.float32, "PRECISION": PRECISION}
-    cut = chosen.queries
-    wrap_triton(queries_kernel)[(sizes.total, sizes.heads)](
-        dy_BSHV, new_NHVC, q_BSHK, k_BSHK, decay_BSH, factors_NHFC, ordinals_NC, counts_B, states_NHVK, dstates_NHVK, dq_BSHK, ddecay_BSH,
-        sizes.tokens, sizes.chunks, sizes.heads, scale, BLOCK_V=min(cut.block, sizes.values), STAGES=cut.stages, **common, **cut.launch(),
-    )  # fmt: skip
-    cut = chosen.keys
-    wrap_triton(keys_kernel)[(sizes.total, sizes.heads)](
-        dy_BSHV, dx_NHVC, new_NHVC, q_BSHK, k_BSHK, v_BSHV, decay_BSH, factors_NHFC, ordinals_NC, counts_B, states_NHVK, dstates_NHVK,
-        dk_BSHK, ddecay_BSH, dbeta_BSH, sizes.tokens, sizes.chunks, sizes.heads, scale, BLOCK_V=min(cut.block, sizes.values),
-        STAGES=cut.stages, **common, **cut.launch(),
+    cut = settings(k_BSHK.dtype, sizes.keys).gradients
+    wrap_triton(gradients_kernel)[(sizes.total, sizes.heads)](
+        dy_BSHV, dx_NHVC, new_NHVC, q_BSHK, k_BSHK, v_BSHV, decay_BSH, factors_NHFC, ordinals_NC, counts_B, states_NHVK,
+        dstates_NHVK, dq_BSHK, dk_BSHK, ddecay_BSH, dbeta_BSH, sizes.tokens, sizes.chunks, sizes.heads, scale,
+        K=sizes.keys, V=sizes.values, C=sizes.size, BLOCK_V=min(cut.block, sizes.values), NORMALISE=normalise,
+        DOCUMENTS=ordinals_NC.numel() > 0, COUNTS=counts_B is not None, EXACT=k_BSHK.dtype == torch.float32, STAGES=cut.stages,
+        AHEAD=ahead(cut, k_BSHK.device), PRECISION=PRECISION, **cut.launch(),
     )  # fmt: skip
     return dq_BSHK, dk_BSHK, ddecay_BSH, dbeta_BSH
 
