@@ -29,35 +29,15 @@ def _put(pointer, place, inside, x, dx, inverse, radial, K: tl.constexpr, NORMAL
     tl.store(pointer + place[:, None] * K + tl.arange(0, K)[None, :], dx.to(pointer.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit
-def _prefetch(pointers):
-    """Has the lines of 128 bytes at these places fetched into the second-level cache."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _fetch(pointer, COUNT: tl.constexpr):
-    """COUNT numbers (a power of two) in a row."""
-    LINE: tl.constexpr = 128 // (pointer.dtype.element_ty.primitive_bitwidth // 8)
-    _prefetch(pointer + tl.arange(0, COUNT // LINE) * LINE)
-
-
-@triton.jit
-def _fetch_rows(pointer, place, WIDTH: tl.constexpr):
-    """The rows at `place` of a tensor [B, S, H, WIDTH]."""
-    LINE: tl.constexpr = 128 // (pointer.dtype.element_ty.primitive_bitwidth // 8)
-    _prefetch(pointer + place[:, None] * WIDTH + tl.arange(0, WIDTH // LINE)[None, :] * LINE)
-
-
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def gradients_kernel(
     dy_pointer, dx_pointer, new_pointer, q_pointer, k_pointer, v_pointer, decay_pointer, factors_pointer, ordinals_pointer,
     counts_pointer, states_pointer, dstates_pointer, dq_pointer, dk_pointer, ddecay_pointer, dbeta_pointer,
     tokens, chunks, heads, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISE: tl.constexpr, DOCUMENTS: tl.constexpr,
-    COUNTS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+    COUNTS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program for each chunk and head. It has what that AHEAD programs later will read fetched into the second-level cache: what it reads itself is there, and waits are short."""
+    """A program for each chunk and head."""
     scale = tl.cast(scale, tl.float32)  # a compiler hands over numbers of Python in float64
     chunk, head = tl.program_id(0), tl.program_id(1)
     row = chunk // chunks
@@ -67,24 +47,6 @@ def gradients_kernel(
     real, inside = token < limit, token < tokens
     at = chunk.to(tl.int64) * heads + head
     dtype = k_pointer.dtype.element_ty
-    if AHEAD:
-        later = head * tl.num_programs(0) + chunk + AHEAD
-        if later < tl.num_programs(0) * tl.num_programs(1):
-            chunk_later, head_later = later % tl.num_programs(0), later // tl.num_programs(0)
-            row_later = chunk_later // chunks
-            start_later = (chunk_later - row_later * chunks) * C
-            token_later = tl.minimum(start_later + tl.arange(0, C), tokens - 1) - start_later
-            place_later = (row_later.to(tl.int64) * tokens + start_later + token_later) * heads + head_later
-            _fetch_rows(q_pointer, place_later, K)
-            _fetch_rows(k_pointer, place_later, K)
-            _fetch_rows(v_pointer, place_later, V)
-            _fetch_rows(dy_pointer, place_later, V)
-            at_later = chunk_later.to(tl.int64) * heads + head_later
-            _fetch(new_pointer + at_later * V * C, V * C)
-            _fetch(dx_pointer + at_later * V * C, V * C)
-            _fetch(states_pointer + at_later * V * K, V * K)
-            _fetch(dstates_pointer + at_later * V * K, V * K)
-
     below = tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :]
     above = tl.arange(0, C)[:, None] < tl.arange(0, C)[None, :]
 

@@ -19,7 +19,7 @@ from intarsia_kernels.delta_rule.gradients import gradients_kernel
 from intarsia_kernels.delta_rule.prepare import FACTORS, prepare_kernel
 from intarsia_kernels.delta_rule.recurrence import backward_kernel, forward_kernel
 from intarsia_kernels.delta_rule.schedule import BLOCK, RUN, schedule_kernel
-from intarsia_kernels.delta_rule.settings import WIDTHS, Cut, ahead, multiprocessors, settings
+from intarsia_kernels.delta_rule.settings import WIDTHS, Cut, multiprocessors, settings
 from intarsia_kernels.direct import direct_op
 
 PRECISION = "tf32x3"
@@ -187,7 +187,7 @@ def delta_rule_gradients(
         dstates_NHVK, dq_BSHK, dk_BSHK, ddecay_BSH, dbeta_BSH, sizes.tokens, sizes.chunks, sizes.heads, scale,
         K=sizes.keys, V=sizes.values, C=sizes.size, BLOCK_V=min(cut.block, sizes.values), NORMALISE=normalise,
         DOCUMENTS=ordinals_NC.numel() > 0, COUNTS=counts_B is not None, EXACT=k_BSHK.dtype == torch.float32, STAGES=cut.stages,
-        AHEAD=ahead(cut, k_BSHK.device), PRECISION=PRECISION, **cut.launch(),
+        PRECISION=PRECISION, **cut.launch(),
     )  # fmt: skip
     return dq_BSHK, dk_BSHK, ddecay_BSH, dbeta_BSH
 

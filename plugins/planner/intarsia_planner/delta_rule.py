@@ -18,19 +18,19 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 @torch.library.custom_op("intarsia_planner::delta_rule", mutates_args=())
 def forward(
     q_BSHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, decay_BSH: Tensor, beta_BSH: Tensor, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, the state, each chunk's state, its two triangles, and factors."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs, the state, each chunk's state and what its tokens write, its two triangles, and factors."""
     return _shapes(k_BSHK, v_BSHV, keep)
 
 
 @forward.register_fake
 def _(
     q_BSHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, decay_BSH: Tensor, beta_BSH: Tensor, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _shapes(k_BSHK, v_BSHV, keep)
 
 
-def _shapes(k_BSHK: Tensor, v_BSHV: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _shapes(k_BSHK: Tensor, v_BSHV: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, tokens, heads, width = k_BSHK.shape
     values = v_BSHV.shape[-1]
     chunks = rows * -(-tokens // CHUNK)
@@ -38,6 +38,7 @@ def _shapes(k_BSHK: Tensor, v_BSHV: Tensor, keep: bool) -> tuple[Tensor, Tensor,
         torch.empty_like(v_BSHV),
         v_BSHV.new_empty(rows, heads, width, values, dtype=torch.float32),
         v_BSHV.new_empty(chunks if keep else 0, heads, width, values),
+        v_BSHV.new_empty(chunks if keep else 0, heads, values, CHUNK),
         k_BSHK.new_empty(chunks, heads, CHUNK, CHUNK),
         k_BSHK.new_empty(chunks, heads, CHUNK, CHUNK),
         k_BSHK.new_empty(chunks, heads, FACTORS, CHUNK, dtype=torch.float32),
@@ -83,17 +84,12 @@ def gated_delta_rule(
 
 
 def products(k_BSHK: Tensor, v_BSHV: Tensor, is_backward: bool) -> list[tuple[tuple[int, int, int], int]]:
-    """(m, n, k) and how often: the chunked form's products, the triangular system as one; backward takes each twice, and makes u, w and v' again."""
+    """(m, n, k) and how often, as the kernel has them."""
     rows, tokens, heads, width = k_BSHK.shape
     values, chunks = v_BSHV.shape[-1], rows * -(-tokens // CHUNK) * heads
-    made = [
-        ((CHUNK, CHUNK, width), 2 * chunks),  # k k^T and q k^T
-        ((CHUNK, width + values, CHUNK), chunks),  # [u | w]
-        ((CHUNK, values, width), 2 * chunks),  # w S and q S
-        ((CHUNK, values, CHUNK), chunks),  # (q k^T) v'
-        ((width, values, CHUNK), chunks),  # k^T v'
-    ]
-    if not is_backward:
-        return made
-    again = [((CHUNK, width + values, CHUNK), chunks), ((CHUNK, values, width), chunks)]
-    return [*((shape, 2 * count) for shape, count in made), *again]
+    if not is_backward:  # q k^T and k k^T; k S, q S and k^T n; T x and P n
+        counts = (2, 3, 2, 0)
+    else:  # dP q, dP^T k, dA k and dA^T k; with S and dS: k, q, dy, dv, dx and n; P^T dy and T^T dn; dP and dA, by rows and by columns
+        counts = (4, 6, 2, 4)
+    shapes = ((CHUNK, CHUNK, width), (CHUNK, values, width), (CHUNK, values, CHUNK), (CHUNK, CHUNK, values))
+    return [(shape, count * chunks) for shape, count in zip(shapes, counts, strict=True) if count]
