@@ -224,16 +224,17 @@ def _backward_keys(q_pointer, k_pointer, v_pointer, grad_pointer, lse_pointer, d
                 grad = tl.load(grad_pointer + place[:, None] * DV + offsets_v[None, :], mask=inside, other=0.0)
                 lse = tl.load(lse_pointer + place, mask=valid, other=0.0)
                 delta = tl.load(delta_pointer + place, mask=valid, other=0.0)
-                s, slope = _scores(q, k, softcap, HAS_SOFTCAP, PRECISION)
-                distance = (position + query)[:, None] - position_k[None, :]
-                seen = (distance >= 0) & valid_k[None, :] & valid[:, None]
+                # By rows of keys from the start, and never turned: see `intarsia_kernels.delta_rule.gradients`.
+                s, slope = _scores(k, q, softcap, HAS_SOFTCAP, PRECISION)
+                distance = (position + query)[None, :] - position_k[:, None]
+                seen = (distance >= 0) & valid_k[:, None] & valid[None, :]
                 if HAS_WINDOW:
                     seen = seen & (distance < window)
-                p = tl.where(seen, tl.exp2(s * scale - lse[:, None]), 0.0)
-                grad_v = tl.dot(tl.trans(p.to(grad.dtype)), grad, grad_v, input_precision=PRECISION)
-                grad_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-                grad_s = p * (grad_p - delta[:, None]) * slope
-                grad_k = tl.dot(tl.trans(grad_s.to(q.dtype)), q, grad_k, input_precision=PRECISION)
+                p = tl.where(seen, tl.exp2(s * scale - lse[None, :]), 0.0)
+                grad_v = tl.dot(p.to(grad.dtype), grad, grad_v, input_precision=PRECISION)
+                grad_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+                grad_s = p * (grad_p - delta[None, :]) * slope
+                grad_k = tl.dot(grad_s.to(q.dtype), q, grad_k, input_precision=PRECISION)
         place_k = (key_first + index).to(tl.int64) * kv_heads + kv_head
         tl.store(grad_k_pointer + place_k[:, None] * D + offsets[None, :], (grad_k * (scale * 0.6931471805599453)).to(grad_k_pointer.dtype.element_ty),
                  mask=valid_k[:, None] & (offsets < D)[None, :])  # fmt: skip
