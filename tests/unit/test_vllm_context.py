@@ -56,7 +56,7 @@ def model_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("name", ["llama3/debug", "deepseek_v3/debug"])
+@pytest.mark.parametrize("name", ["llama3/debug", "deepseek_v3/debug", "qwen3/moe-debug", "qwen3_vl/debug"])
 @torch.no_grad()
 def test_steps_of_several_requests_are_whole_passes(name: str, together: bool) -> None:
     model = model_of(name)
@@ -122,7 +122,9 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", ["recurrent", "indexed"])
 def test_kinds_that_vllm_cannot_hold_are_refused_by_name(kind: Any) -> None:
     model = nn.ModuleDict({"mixer": Recurrent(MixerSpec(kind, (CacheSpec("state", "state", (4,), "float32"),)))})
-    with pytest.raises(UsageError, match=rf"Mixer 'mixer' asks for a context of kind '{kind}', which the vLLM integration does not serve"):
+    with pytest.raises(
+        UsageError, match=rf"Mixer 'mixer' of ModuleDict asks for a context of kind '{kind}', which the vLLM integration does not serve"
+    ):
         specs_of(model)
     context = PagedContext(torch.arange(2), {}, {}, None)
     with pytest.raises(UsageError, match="does not serve"):

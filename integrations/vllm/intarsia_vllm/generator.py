@@ -14,13 +14,15 @@ import intarsia.errors
 import torch
 from intarsia import device as devices
 from intarsia import ops
+from intarsia.config import Recipe
 from intarsia.contracts import Tokenizer
 from intarsia.errors import IntarsiaError, NumericsError, PluginError, UsageError
-from intarsia.plugins import child_environment
+from intarsia.plugins import Plugins, child_environment
 from intarsia_generation.engine.generator import check
 from intarsia_generation.engine.routes import has_routers
 from intarsia_generation.text import IncrementalText
 from intarsia_rl.contracts import Generated, GeneratorContext, GeneratorFacts, GeneratorStats, ProcessDied, Request, Routes, WeightVersion
+from torch import nn
 
 from intarsia_vllm import engine as engines
 from intarsia_vllm import folder
@@ -33,17 +35,15 @@ PAUSE, DRAIN, NO_WEIGHTS = "pause", "drain", "no weights"
 
 
 def build(config: VllmConfig, context: GeneratorContext) -> VllmGenerator:
-    """Start the engine, which takes some twenty seconds. UsageError where vLLM is not installed, and for what it cannot serve."""
-    engines.check_installed()
+    """Start the engine, which takes some twenty seconds. UsageError for what vLLM cannot serve, and where it is not installed."""
     recipe, plugins = context.recipe, context.plugins
+    model = served(recipe, plugins)
+    engines.check_installed()
     if context.invariant:
         engines.check_invariant()
     # What the engine's process would refuse is refused here, where it can be said.
     dtype = folder.dtype_of(recipe, config.dtype)
     ops.select(dict(recipe.kernels), plugins, devices.capabilities(), dtype, invariant=context.invariant)
-    with torch.device("meta"):
-        model: Any = plugins.build(recipe.model)
-    specs_of(model)
     limit = config.max_tokens or recipe.model.max_positions
     # The engine reads the folder while it starts and never again.
     with tempfile.TemporaryDirectory(prefix="intarsia-vllm-") as home:
@@ -53,6 +53,20 @@ def build(config: VllmConfig, context: GeneratorContext) -> VllmGenerator:
     capabilities = ("forced", *(("routes",) if has_routers(model) else ()), *(("invariant",) if context.invariant else ()))
     facts = GeneratorFacts("vllm", recipe.model.vocab_size, limit, config.max_sequences, capabilities)
     return VllmGenerator(engine, facts, functools.partial(plugins.build, recipe.data.tokenizer), 0 if context.initial else -1)
+
+
+def served(recipe: Recipe, plugins: Plugins) -> nn.Module:
+    """The model of a recipe, without storage. UsageError where vLLM cannot serve the run, whether vLLM is there or not: media, and mixers whose caches it has no place for."""
+    processor = getattr(recipe.data.loader, "processor", None)
+    if processor is not None:
+        raise UsageError(
+            f"The generator `vllm` serves text alone, and the run shows images or video: data.loader.processor={plugins.entry_of(processor).name}. Take the embedded generator "
+            "(data.loader.generator=local), or set data.loader.processor=none where the environment shows none."
+        )
+    with torch.device("meta"):
+        model: nn.Module = plugins.build(recipe.model)
+    specs_of(model)
+    return model
 
 
 class VllmGenerator:
