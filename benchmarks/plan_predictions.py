@@ -98,6 +98,8 @@ def compare(predictions: Path, measured: Path) -> int:
             continue
         run.pop("not_measured", None)
         run["measured"] = {each: variant[each] for each in ("step_s", "peak_memory_bytes", "tokens_per_s", "mfu", "steps_s")}
+        if "commit" in variant:  # One that was measured later than the file's others.
+            run["measured"]["commit"] = variant["commit"]
         run["ratio"] = {each: run["predicted"][each] / variant[each] for each in record["wanted"]}
         good = {each: abs(ratio - 1) <= record["wanted"][each] for each, ratio in run["ratio"].items()}
         failed |= not all(good.values())
