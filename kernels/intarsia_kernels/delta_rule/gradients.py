@@ -29,6 +29,24 @@ def _put(pointer, place, inside, x, dx, inverse, radial, K: tl.constexpr, NORMAL
     tl.store(pointer + place[:, None] * K + tl.arange(0, K)[None, :], dx.to(pointer.dtype.element_ty), mask=inside[:, None])
 
 
+@triton.jit
+def _powers(
+    factors_pointer, decay_pointer, ordinals_pointer, chunk, at, place, real, k_inverse,
+    C: tl.constexpr, DOCUMENTS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """e^D over the lengths of keys [C, C]: by rows of tokens that see, and by rows of those that are seen."""
+    sums = factor(factors_pointer, at, 0, C)
+    decay = sums
+    if EXACT:
+        decay = tl.maximum(tl.load(decay_pointer + place, mask=real, other=0.0).to(tl.float32), LOWEST)
+    same = tl.full([C, C], 1, dtype=tl.int1)
+    if DOCUMENTS:
+        ordinal = tl.load(ordinals_pointer + chunk.to(tl.int64) * C + tl.arange(0, C))
+        same = ordinal[:, None] == ordinal[None, :]
+    power = decays_between(decay, sums, same, C, EXACT) * k_inverse[None, :]
+    return power, decays_between(decay, sums, same, C, EXACT, True) * k_inverse[:, None]
+
+
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def gradients_kernel(
     dy_pointer, dx_pointer, new_pointer, q_pointer, k_pointer, v_pointer, decay_pointer, factors_pointer, ordinals_pointer,
@@ -59,16 +77,10 @@ def gradients_kernel(
         dscores = tl.dot(dy, new_VC, dscores, input_precision=PRECISION)
         turned = tl.dot(tl.trans(new_VC), tl.trans(dy), turned, input_precision=PRECISION)
     q, k = rows_of(q_pointer, place, real, K, K, 0), rows_of(k_pointer, place, real, K, K, 0)
-    sums, q_inverse, k_inverse = factor(factors_pointer, at, 0, C), factor(factors_pointer, at, 4, C), factor(factors_pointer, at, 5, C)
-    decay = sums
-    if EXACT:
-        decay = tl.maximum(tl.load(decay_pointer + place, mask=real, other=0.0).to(tl.float32), LOWEST)
-    same = tl.full([C, C], 1, dtype=tl.int1)
-    if DOCUMENTS:
-        ordinal = tl.load(ordinals_pointer + chunk.to(tl.int64) * C + tl.arange(0, C))
-        same = ordinal[:, None] == ordinal[None, :]
-    power = decays_between(decay, sums, same, C, EXACT) * k_inverse[None, :]
-    power_turned = decays_between(decay, sums, same, C, EXACT, True) * k_inverse[:, None]
+    q_inverse, k_inverse = factor(factors_pointer, at, 4, C), factor(factors_pointer, at, 5, C)
+    power, power_turned = _powers(
+        factors_pointer, decay_pointer, ordinals_pointer, chunk, at, place, real, k_inverse, C, DOCUMENTS, EXACT
+    )  # fmt: skip
     scores = (dscores * power * (q_inverse * scale)[:, None]).to(dtype)
     turned_scores = (turned * power_turned * (q_inverse * scale)[None, :]).to(dtype)
     q, k = rows_of(q_pointer, place, real, K, K, 0), rows_of(k_pointer, place, real, K, K, 0)
