@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from intarsia.contracts import Limits, Observation, StepResult, Task, ToolSpec, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import NumericsError, PluginError, UsageError
-from intarsia_rl.contracts import Generated, Request, Sample, Sampling
+from intarsia_rl.contracts import Generated, Request, Routes, Sample, Sampling
 from intarsia_rl.controller.groups import Player, judge, score_segments
 from intarsia_rl.controller.rollout import Rules, Try
 from intarsia_rl.controller.seeds import seed_of
@@ -371,12 +372,45 @@ def test_scoring_gives_log_probabilities_where_tokens_are_trained() -> None:
     assert scores == tuple(segment.log_probs for segment in sample.segments), "the same weights give the same numbers"
 
 
+def test_tokens_behind_another_choice_of_experts_are_not_compared_with_a_trainer_that_replays() -> None:
+    sample = multi()
+    segment = sample.segments[0]
+    rows, first = len(segment.tokens) - 1, segment.trained.index(True)
+    assert sum(segment.trained) >= 2 and segment.trained[first + 1]
+    kept = Routes(bytes(2 * rows * 2 * 2), (rows, 2, 2))
+    sample = dataclasses.replace(sample, segments=(dataclasses.replace(segment, routes=kept),))
+
+    def scored(changed: int | None, replayed: bool = True) -> tuple[float, ...]:
+        """With generators whose routers choose otherwise at token `changed`."""
+        data = bytearray(kept.data)
+        if changed is not None:
+            data[8 * changed + 6] = 1
+
+        class Choosing(ScriptedGenerators):
+            async def generate(self, request: Request) -> Generated:
+                made = await super().generate(request)
+                assert request.routes == replayed
+                shape = (len(request.tokens) + len(request.forced) - 1, 2, 2)
+                return dataclasses.replace(made, routes=Routes(bytes(data[: 8 * shape[0]]), shape) if request.routes else None)
+
+        generators = Choosing(lambda request: Said([]))
+        generators.version = 4
+        [values] = run_virtually(score_segments(generators, sample, "audit", replayed=replayed))[0]
+        return values
+
+    whole = scored(None)
+    assert all(map(math.isfinite, whole)) and whole == scored(None, replayed=False) == scored(0, replayed=False)
+    # What stands at token `first` comes of the choices up to the token before it.
+    assert scored(first)[: first + 1] == whole[: first + 1] and math.isnan(scored(first)[first + 1])
+    for early in (0, first - 1):
+        assert [math.isnan(value) for value in scored(early)] == list(segment.trained)
+
+
 def test_samples_are_json_and_come_back_whole() -> None:
-    import dataclasses
     import json
 
     from intarsia.contracts import Media, ToolCall
-    from intarsia_rl.contracts import Failure, Routes
+    from intarsia_rl.contracts import Failure
 
     sample = multi()
     segment = dataclasses.replace(sample.segments[0], routes=Routes(b"\x01\x00\xff\xff", (1, 1, 2)))
@@ -388,9 +422,9 @@ def test_samples_are_json_and_come_back_whole() -> None:
     )
     turn = Turn("assistant", ("a", *media), (1, 2), (ToolCall("1", "f", "{}"),), None, "other")
     sample = dataclasses.replace(
-        sample, segments=(segment, *sample.segments[1:]), turns=(*sample.turns, turn), audit_log_probs=((0.1,), (0.2,))
+        sample, segments=(segment, *sample.segments[1:]), turns=(*sample.turns, turn), audit_log_probs=((0.1,), (0.2, math.nan))
     )
-    assert sample_from_json(json.loads(json.dumps(sample_to_json(sample)))) == sample
+    assert sample_from_json(json.loads(json.dumps(sample_to_json(sample), allow_nan=False))) == sample
     failed = Sample("0/1", 0, 1, "t", (), failure=Failure("tool", "gone", 3))
     assert sample_from_json(json.loads(json.dumps(sample_to_json(failed)))) == failed
 

@@ -266,7 +266,7 @@ class Sample:
 
     `reward` is the weighted sum of `rewards` (rubrics by name; `steps` is the sum of the steps' own). A sample with a `failure` has reward 0 and is never trained on. `truncated`: a limit ended it.
     `reference_log_probs`, where a reference is asked for, and `audit_log_probs` (what a generator at version `audit_version` gives for the same tokens) are for each segment
-    and token.
+    and token; of an audit nan where a replayed choice of experts is not the generator's any more.
     """
 
     id: str

@@ -12,7 +12,7 @@ from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import IntarsiaError, PluginError
 
 from intarsia_rl.algorithms.gradient import LARGEST
-from intarsia_rl.contracts import Algorithm, Failure, Generated, ProcessDied, Renderer, Request, Sample, Sampling, Segment
+from intarsia_rl.contracts import Algorithm, Failure, Generated, ProcessDied, Renderer, Request, Routes, Sample, Sampling, Segment
 from intarsia_rl.controller.buffer import Status
 from intarsia_rl.controller.protocols import EnvironmentFacts, Generators, Workers
 from intarsia_rl.controller.rollout import POLICY, Rollout, Rules, Try, all_of, check_generated, guard, with_attempts
@@ -117,24 +117,40 @@ def judge(algorithm: Algorithm, samples: Sequence[Sample]) -> tuple[Status, tupl
 # ---------------------------------------------------------------- log-probabilities of tokens that are there
 
 
-async def score_segments(generators: Generators, sample: Sample, name: str) -> tuple[tuple[tuple[float, ...], ...], set[int]]:
-    """For each segment and token what a generator gives as its log-probability, 0.0 where it is not trained; and the versions that gave it."""
-    results = await all_of(_score(generators, segment, f"{name}/{place}") for place, segment in enumerate(sample.segments))
+async def score_segments(
+    generators: Generators, sample: Sample, name: str, replayed: bool = False
+) -> tuple[tuple[tuple[float, ...], ...], set[int]]:
+    """For each segment and token what a generator gives as its log-probability, 0.0 where it is not trained; and the versions that gave it. `replayed`: the trainer goes to the experts that
+    the sample has routes to, so what it gives is comparable only as far as the generator's routers still choose these: nan for tokens behind the first other choice."""
+    results = await all_of(_score(generators, segment, f"{name}/{place}", replayed) for place, segment in enumerate(sample.segments))
     return tuple(values for values, _ in results), set().union(*(versions for _, versions in results))
 
 
-async def _score(generators: Generators, segment: Segment, name: str) -> tuple[tuple[float, ...], set[int]]:
+async def _score(generators: Generators, segment: Segment, name: str, replayed: bool) -> tuple[tuple[float, ...], set[int]]:
     values = [0.0] * len(segment.tokens)
     if segment.actor != POLICY or True not in segment.trained:
         return tuple(values), set()
     first = segment.trained.index(True)
     last = len(segment.trained) - segment.trained[::-1].index(True)
     forced, media = segment.tokens[first:last], tuple(each for each in segment.media if each.at < last)
-    request = Request(name, segment.tokens[:first], Sampling(len(forced)), forced=forced, media=media)
+    routes = segment.routes if replayed else None
+    request = Request(name, segment.tokens[:first], Sampling(len(forced)), forced=forced, routes=routes is not None, media=media)
     made: Generated = await generators.generate(request)
     check_generated(made, request)
     if made.tokens != forced:
         raise PluginError(f"The generator {generators.facts.name!r} was given {len(forced)} forced tokens and took others.")
+    # The choice at a token is in the log-probability of the next one.
+    known = last if routes is None else 1 + (0 if made.routes is None else same_choices(made.routes, routes))
     for place, value in enumerate(made.log_probs, first):
-        values[place] = value if segment.trained[place] else 0.0
+        values[place] = (value if place < known else math.nan) if segment.trained[place] else 0.0
     return tuple(values), set(made.versions)
+
+
+def same_choices(one: Routes, other: Routes) -> int:
+    """For how many tokens, from the first on, both go to the same experts."""
+    if one.shape[1:] != other.shape[1:]:
+        return 0
+    size = 2 * one.shape[1] * one.shape[2]
+    tokens = min(one.shape[0], other.shape[0])
+    pairs = ((one.data[at * size : (at + 1) * size], other.data[at * size : (at + 1) * size]) for at in range(tokens))
+    return next((at for at, (left, right) in enumerate(pairs) if left != right), tokens)

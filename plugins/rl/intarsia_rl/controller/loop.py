@@ -272,7 +272,7 @@ class Loop:
             return block
         await self._until(lambda: self._version >= step)
         chosen = samples[: self._config.audit]
-        scored = await all_of(score_segments(self.generators, sample, f"audit/{step}/{sample.id}") for sample in chosen)
+        scored = await all_of(score_segments(self.generators, sample, f"audit/{step}/{sample.id}", replayed=True) for sample in chosen)
         by_id = {
             sample.id: dataclasses.replace(sample, audit_log_probs=scores, audit_version=step)
             for sample, (scores, versions) in zip(chosen, scored, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,8 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
     value["failure"] = None if sample.failure is None else dataclasses.asdict(sample.failure)
     for name in ("reference_log_probs", "audit_log_probs"):
         scores: Sequence[Sequence[float]] | None = getattr(sample, name)
-        value[name] = None if scores is None else [list(each) for each in scores]
+        # JSON has no nan, which stands where a token was not compared.
+        value[name] = None if scores is None else [[None if math.isnan(score) else score for score in each] for each in scores]
     return value
 
 
@@ -103,7 +105,9 @@ def sample_from_json(value: Mapping[str, Any]) -> Sample:
     """The sample."""
 
     def scores(name: str) -> tuple[tuple[float, ...], ...] | None:
-        return None if value[name] is None else tuple(tuple(each) for each in value[name])
+        if value[name] is None:
+            return None
+        return tuple(tuple(math.nan if score is None else score for score in each) for each in value[name])
 
     names = ("id", "group", "member", "task", "reward", "truncated", "audit_version", "rewards", "metrics", "timings_s")
     return Sample(
