@@ -124,6 +124,7 @@ class Trainer:
             "mesh": dict(sizes),
         }
         self._error: dict[str, str] | None = None
+        self._has_frozen = False
 
     def run_all(self) -> Run:
         """Everything between the claimed directory and its release."""
@@ -290,9 +291,11 @@ class Trainer:
 
     def _spare_collector(self) -> None:
         """After the first step: what imports, building and compiling left is not looked through again until the run ends. On one rank that takes most of a second, and all the others wait meanwhile."""
-        if self._built.world.size > 1 and not gc.get_freeze_count():
+        # Whether anything is frozen does not tell: Python 3.12 starts with objects that are.
+        if self._built.world.size > 1 and not self._has_frozen:
             gc.collect()
             gc.freeze()
+            self._has_frozen = True
 
     def _periodic(self) -> None:
         step, checkpoint, evaluation = self._built.run.step, self._recipe.checkpoint.every, self._recipe.evaluation.every
@@ -386,7 +389,8 @@ class Trainer:
 
     def _close_parts(self) -> None:
         """Threads end here; saves under way are finished where every rank is still there to do so."""
-        gc.unfreeze()
+        if self._has_frozen:
+            gc.unfreeze()
         built = self._built
         for loader in (getattr(built, "loader", None), built.evaluation):
             if loader is not None:
