@@ -211,6 +211,21 @@ def test_an_abort_finds_a_request_whose_images_are_being_loaded(monkeypatch: pyt
     assert result.finish == "abort" and result.tokens == () and made.stats is not None
 
 
+def test_videos_of_which_one_begins_like_the_other_are_told_apart() -> None:
+    """In either order; and the shorter one's tokens are still not taken for it where nobody showed it."""
+    from intarsia.contracts.environment import EnvironmentFailure
+
+    short, long = Media("video", FRAMES[:2]), Media("video", FRAMES)
+    blocks = {each: [part for part in processor().as_ids((each,)) if isinstance(part, int)] for each in (short, long)}
+    assert blocks[long][: len(blocks[short])] == blocks[short]
+    for shown in ([short, long], [long, short]):
+        ids = [5, *blocks[shown[0]], 6, *blocks[shown[1]]]
+        places = media.placed(ids, shown, processor())
+        assert [(each.media, each.at) for each in places] == [(shown[0], 1), (shown[1], 2 + len(blocks[shown[0]]))]
+        with pytest.raises(EnvironmentFailure, match="model: the policy has written"):
+            media.placed([*ids, *blocks[short]], shown, processor())
+
+
 def test_turns_become_ids_and_are_found_again() -> None:
     """Blocks in order, equal ones too; a block that is missing is told, and one that the policy wrote among rendered ids is not taken for an image."""
     shown = image(16, 16)

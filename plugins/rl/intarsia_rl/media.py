@@ -69,17 +69,19 @@ def placed(ids: Sequence[int], media: Sequence[Media], processor: Processor, fir
     blocks: list[list[int]] = [list(processor.as_ids((medium,))) for medium in media]  # type: ignore[arg-type]
     array = numpy.asarray(ids, dtype=numpy.int64)
     starts = {tuple(block): occurrences(array, block) for block in blocks}
-    for block, where in starts.items():
-        if len(where) > sum(tuple(each) == block for each in blocks):
-            raise EnvironmentFailure("model", "the policy has written the tokens of an image itself, in a history that is rendered anew")
     found: list[PlacedMedia] = []
+    taken_N = numpy.zeros(len(array), bool)
     cursor = 0
-    for medium, each in zip(media, blocks, strict=True):
-        at = next((start for start in starts[tuple(each)] if start >= cursor), None)
+    for medium, block in zip(media, blocks, strict=True):
+        at = next((start for start in starts[tuple(block)] if start >= cursor), None)
         if at is None:
             raise PluginError("The renderer left out or changed the tokens of a medium, which it has to take as they are.")
         found.append(PlacedMedia(medium, first + at))
-        cursor = at + len(each)
+        cursor = at + len(block)
+        taken_N[at:cursor] = True
+    # A block may be within another one: a longer video begins like a shorter one.
+    if not all(taken_N[start : start + len(block)].all() for block, where in starts.items() for start in where):
+        raise EnvironmentFailure("model", "the policy has written the tokens of an image itself, in a history that is rendered anew")
     return tuple(found)
 
 
