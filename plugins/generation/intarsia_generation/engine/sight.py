@@ -51,9 +51,14 @@ class Sight:
         here = [each for each in self.media if each.at < end and each.stop > start]
         return b"".join(each.digest + (each.at - start).to_bytes(8, "little", signed=True) for each in here)
 
+    @property
+    def known(self) -> int:
+        """How many tokens `positions_3S` and `visual_S` are of."""
+        return self.visual_S.shape[0]
+
     def positions(self, start: int, end: int) -> Tensor:
         """[3, end - start]."""
-        known = self.positions_3S.shape[1]
+        known = self.known
         later_S = torch.arange(max(start, known), max(end, known)) + self.ahead
         return torch.cat((self.positions_3S[:, start:end], later_S.expand(3, -1)), 1)
 
@@ -103,6 +108,11 @@ class Eyes:
         """What a context is given with chunks, one behind the other: `positions_3N` and, where features stand in tokens' places, `visual_N` and `features`. None where no request shows anything."""
         if all(chunk.job.sight is None for chunk in chunks):
             return None
+        if all(chunk.job.sight is None or chunk.start >= chunk.job.sight.known for chunk in chunks):
+            # Every step of decoding comes here, where tensors of each request would cost milliseconds.
+            aheads = [0 if chunk.job.sight is None else chunk.job.sight.ahead for chunk in chunks]
+            places = [place + ahead for chunk, ahead in zip(chunks, aheads, strict=True) for place in range(chunk.start, chunk.end)]
+            return {"positions_3N": torch.tensor(places).repeat(3, 1).to(self._device)}
         positions, visual, taken, seen = [], [], [], 0
         for chunk in chunks:
             sight, start, end = chunk.job.sight, chunk.start, chunk.end
