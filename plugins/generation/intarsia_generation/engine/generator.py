@@ -74,7 +74,7 @@ class LocalGenerator:
         try:
             sight = await self._look(request) if request.media else None
             job = Job(request, arrival, tokenizer, lambda result: _in_loop(loop, _settle, future, result), tell, sight)
-            if self._loading.pop(request.id, False):
+            if self._loading.pop(request.id, False) or (sight is not None and self._closed):
                 return job.result("abort", None)
             self._commands.put(lambda: self._engine.add(job))
             try:
@@ -144,10 +144,7 @@ class LocalGenerator:
         """Load what a request shows, beside the loop; an abort that comes meanwhile is noted in `_loading`. UsageError for what cannot be used."""
         self._loading[request.id] = False
         try:
-            sight = await asyncio.to_thread(look, request, self._processor)
-            if self._closed:
-                raise UsageError(f"Request {request.id!r}: the generator was closed.")
-            return sight
+            return await asyncio.to_thread(look, request, self._processor)
         except BaseException:
             self._loading.pop(request.id, None)
             raise
