@@ -63,6 +63,11 @@ def test_what_files_do_not_say_is_what_the_classes_do():
     found, said = read({"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "min_pixels": 1024, "max_pixels": 4096}, None)
     assert (found.patch, found.merge, found.min_pixels, found.max_pixels) == (16, 2, 1024, 4096) and found.mean[0] == 0.48145466
     assert said == [f"there is no {VIDEOS}: what the processor does with video stays as it is (video_min_pixels=4096, video_max_pixels=25165824, max_frame_tokens=0, fps=2.0, min_frames=4, max_frames=768)"]  # fmt: skip
+    null = dict.fromkeys(("min_pixels", "max_pixels", "do_resize", "image_mean"))
+    found, said = read(
+        {**RELEASED_IMAGES, **null}, {**RELEASED_VIDEOS, "num_frames": None, "fps": None, "image_mean": [0.48145466, 0.4578275, 0.40821073]}
+    )
+    assert (found.min_pixels, found.max_pixels, found.mean[0], said) == (65536, 16777216, 0.48145466, [])
     found, said = read(RELEASED_IMAGES, {"cap_pixels_per_frame": True})
     assert (found.video_min_pixels, found.video_max_pixels, found.max_frame_tokens) == (131072, 786432, 768) and not said
 

@@ -117,9 +117,9 @@ def _stays(processor: Any) -> str:
 def _image_settings(said: Mapping[str, Any], where: str) -> dict[str, Any]:
     _check(said, "image_processor_type", IMAGE_CLASSES, _ONLY, where)
     size = _size(said, _IMAGE_SAYS, where)
-    # Older files have these beside `size`, and they count.
-    least, most = (_value(said.get(key, edge), int, key, where) for key, edge in zip(("min_pixels", "max_pixels"), size, strict=True))
-    return {**_shared(said, _IMAGE_SAYS, where), "min_pixels": least, "max_pixels": most}
+    # Older files have these beside `size`, and they count; some have them as null.
+    edges = dict(zip(("min_pixels", "max_pixels"), size, strict=True))
+    return {**_shared(said, _IMAGE_SAYS, where), **{key: _value(_said(said, edges, key), int, key, where) for key in edges}}
 
 
 def _video_settings(said: Mapping[str, Any], where: str, images: Mapping[str, Any]) -> dict[str, Any]:
