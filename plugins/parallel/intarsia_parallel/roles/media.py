@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from intarsia.comm import Communicator
 from intarsia.errors import PluginError, UsageError
+from intarsia.train.built import DATA_AXES
 from torch import Tensor, nn
 
 from intarsia_parallel.collectives import exchange, exchanged, gather
@@ -27,7 +28,6 @@ from intarsia_parallel.roles.common import Groups, ParameterCuts, wrap
 if TYPE_CHECKING:
     from intarsia.config import Recipe
 
-DATA_AXES = ("dp_replicate", "dp_shard")
 Grid = tuple[int, int, int]
 """Frames, rows and columns of patches."""
 
@@ -70,7 +70,8 @@ def _shared(
     frames, patches = _frames(name, patches_NC, grids)
     shares = _dealt_by_cost(module, frames, comm.size)
     own = shares[comm.rank]
-    mine_NC = torch.cat([patches_NC[:0], *(part for part in (patches_NC.split(patches)[i] for i in own))])
+    parts = patches_NC.split(patches)
+    mine_NC = torch.cat([patches_NC[:0], *(parts[i] for i in own)])
     features_MD, widths = _run(forward, mine_NC, [frames[i] for i in own])
     merged = [count // module.config.merge**2 for count in patches]
     counts = [sum(merged[i] for i in share) for share in shares]
