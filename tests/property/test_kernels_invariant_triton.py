@@ -17,6 +17,7 @@ from tests.support import triton_interpreter
 
 triton_interpreter.repair()
 from intarsia import ops
+from intarsia_kernels.invariant import blocks
 from intarsia_kernels.invariant.ascending import linear, router_linear
 from intarsia_kernels.invariant.blocks import attention, attention_by_flash
 from intarsia_kernels.invariant.rotate import rope
@@ -99,6 +100,14 @@ one = attention(own[0][:, 68:], *pages, scale=0.3, **{**place, "positions_q_BS":
 near(one, alone[:, 68:].double(), 1e-6)
 nothing = attention(own[0][:, 68:], *pages, scale=0.3, documents_k_BT=torch.full((1, 80), -1), positions_q_BS=torch.tensor([[68]]), positions_k_BT=slots)
 assert not nothing.any()
+
+# Gradients by flash attention for the widths that it has alone.
+asked = []
+blocks._attended = lambda *given: asked.append(given[-1])
+for width, values, dtype in ((64, 64, torch.bfloat16), (256, 256, torch.bfloat16), (264, 264, torch.bfloat16), (60, 60, torch.bfloat16), (64, 32, torch.bfloat16), (64, 64, torch.float32)):
+    q, v = (normal(1, 3, 2, size).to(dtype) for size in (width, values))
+    attention_by_flash(q, q, v, scale=1.0)
+assert asked == [True, True, False, False, False, False], asked
 print("done")
 """
 

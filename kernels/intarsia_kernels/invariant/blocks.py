@@ -20,6 +20,7 @@ from intarsia.ops import Packing
 from torch import Tensor
 from torch.library import wrap_triton
 
+from intarsia_kernels.attention.widths import WIDEST
 from intarsia_kernels.direct import direct_op
 from intarsia_kernels.invariant.segments import Segments, of_lengths, segments
 
@@ -447,7 +448,8 @@ def attention_by_flash(
 ) -> Tensor:
     """As `attention`, of the same bits, and its gradients by `flash_backward` where that takes the call."""
     plain = window is None and softcap is None and sinks_H is None
-    by_flash = plain and q_BSHD.shape[-1] == v_BTKD.shape[-1] and not q_BSHD.shape[-1] % 8 and q_BSHD.dtype != torch.float32
+    width = q_BSHD.shape[-1]
+    by_flash = plain and width == v_BTKD.shape[-1] and not width % 8 and width <= WIDEST and q_BSHD.dtype != torch.float32
     masks = (documents_q_BS, documents_k_BT, positions_q_BS, positions_k_BT, packing)
     return _attended(q_BSHD, k_BTKD, v_BTKD, scale, window, softcap, sinks_H, masks, by_flash)
 
