@@ -15,7 +15,8 @@ WIDTHS = (64, 128, 256)
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """Columns of values (or keys, in `prepare`) that a program takes at a time, its warps, and how many loads of a loop are under way at once. `resident`: programs of a multiprocessor, where
-    their number is free. `registers`: at most so many of a thread, that more programs share a multiprocessor (0: what the compiler takes)."""
+    their number is free. `registers`: at most so many of a thread, that more programs share a multiprocessor
+    (0: what the compiler takes; in a compiled region it is that always, since Inductor passes no such limit on)."""
 
     block: int
     warps: int

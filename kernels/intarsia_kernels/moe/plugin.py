@@ -32,7 +32,7 @@ def _triton(op: str, module: str, doc: str) -> KernelEntry:
 def offer_kernels() -> Sequence[KernelEntry]:
     """For the operators of `intarsia_models_common.moe`, and `swiglu`."""
     return [
-        _triton("permute", "rows", "A program for a token, which is read once; its's gradient is summed in float32 by one program."),
+        _triton("permute", "rows", "A program for a token, which is read once; its gradient is summed in float32 by one program."),
         _triton(
             "combine",
             "rows",
