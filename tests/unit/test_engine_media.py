@@ -213,6 +213,27 @@ def test_an_end_finds_a_request_whose_images_are_being_loaded(ended: str) -> Non
     assert result.finish == "abort" and result.tokens == ()
 
 
+def test_requests_that_show_the_same_hold_its_patches_once() -> None:
+    """For as long as one of them does."""
+    made = local()
+    made._engine.step = lambda admit=True: False  # type: ignore[method-assign]
+
+    async def work() -> None:
+        running = []
+        for number in range(3):
+            running.append(asyncio.ensure_future(made.generate(request(number, PROMPTS[0]))))
+            while len(made._engine.jobs) <= number:
+                await asyncio.sleep(0.01)
+        shown = [[each.patches_NC for each in job.sight.media] for job in made._engine.jobs if job.sight is not None]
+        assert all(one is other for first in shown[1:] for one, other in zip(first, shown[0], strict=True)) and len(made._patches) == 2
+        await made.abort()
+        await asyncio.gather(*running)
+
+    asyncio.run(work())
+    asyncio.run(made.close())
+    assert not made._patches
+
+
 def test_videos_of_which_one_begins_like_the_other_are_told_apart() -> None:
     """In either order; and the shorter one's tokens are still not taken for it where nobody showed it."""
     from intarsia.contracts.environment import EnvironmentFailure

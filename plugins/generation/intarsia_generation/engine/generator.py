@@ -9,12 +9,14 @@ import itertools
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Container, Sequence
 from typing import Any, Literal
 
 from intarsia.contracts import Tokenizer
 from intarsia.errors import UsageError
 from intarsia_rl.contracts import Generated, GeneratorFacts, GeneratorStats, Request, WeightVersion
+from torch import Tensor
 
 from intarsia_generation.engine.engine import Engine
 from intarsia_generation.engine.request import Job
@@ -47,6 +49,8 @@ class LocalGenerator:
         self.facts = facts
         self._processor = processor
         self._loading: dict[str, bool] = {}
+        # Tries at one task show the same, and requests keep what they show until they end.
+        self._patches: weakref.WeakValueDictionary[bytes, Tensor] = weakref.WeakValueDictionary()
         self._engine, self._make_tokenizer = engine, tokenizer
         self._tokenizer: Tokenizer | None = None
         self._ids: set[str] = set()
@@ -144,7 +148,7 @@ class LocalGenerator:
         """Load what a request shows, beside the loop; an abort that comes meanwhile is noted in `_loading`. UsageError for what cannot be used."""
         self._loading[request.id] = False
         try:
-            return await asyncio.to_thread(look, request, self._processor)
+            return await asyncio.to_thread(look, request, self._processor, self._patches)
         except BaseException:
             self._loading.pop(request.id, None)
             raise

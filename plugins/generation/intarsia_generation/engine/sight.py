@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,8 +63,9 @@ class Sight:
         return torch.cat((self.positions_3S[:, start:end], later_S.expand(3, -1)), 1)
 
 
-def look(request: Request, processor: Any) -> Sight:
-    """Load what a request shows. UsageError (MediaError) for a medium that cannot be decoded, and for one that is not where it is said to be."""
+def look(request: Request, processor: Any, shared: MutableMapping[bytes, Tensor] | None = None) -> Sight:
+    """Load what a request shows; of equal media `shared` has the patches once, by digest. UsageError (MediaError) for a medium that cannot be decoded, and for one that is not where it is said to be."""
+    shared = {} if shared is None else shared
     found = prepared((*request.tokens, *request.forced), request.media, processor)
     visual_S = torch.full((len(found.tokens_N),), -1, dtype=torch.int64)
     media, seen = [], 0
@@ -74,7 +75,8 @@ def look(request: Request, processor: Any) -> Sight:
         for first, count in slot.spans:
             done = sum(each for start, each in slot.spans if start < first)
             visual_S[first : first + count] = torch.arange(seen + done, seen + done + count)
-        media.append(Seen(slot.at, slot.stop, seen, seen + slot.features, slot.grid, torch.from_numpy(patches), digest))
+        patches_NC = shared.setdefault(digest, torch.from_numpy(patches))
+        media.append(Seen(slot.at, slot.stop, seen, seen + slot.features, slot.grid, patches_NC, digest))
         seen += slot.features
     positions_3S = torch.from_numpy(found.positions_3N)
     return Sight(positions_3S, visual_S, tuple(media), int(positions_3S.max()) + 1 - len(found.tokens_N))
