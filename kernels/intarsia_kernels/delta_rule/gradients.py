@@ -6,8 +6,8 @@ With x = beta (v - k S), n = T x, y = q S + P n and S' = e^(sum of decays) S + k
     dq = dy S^T + dP-part k;   dk = beta reads + writes, with reads = dA-part k - dx S^T and writes = n dS'^T + dP-part^T q + (beta dA-part)^T k
 
 A token's beta is given reads . k + dx . v; a sum of decays G_i what its row gives in y and as a key that reads (dq . q + beta reads . k), less what it takes as a key that is written (writes . k).
-n is of the forward pass and dx of the one back along the states: products have both of their factors in memory, rows are scaled after them, and few sums are held at a time, so that several
-programs share a multiprocessor. Lengths of queries and keys are differentiated where whole rows are at hand.
+n is of the forward pass and dx of the one back along the states: products have both of their factors in memory, rows are scaled after them, and few sums are held at a time: at keys
+of 128 one program of 8 warps has all of a multiprocessor's registers. Lengths of queries and keys are differentiated where whole rows are at hand.
 
 dP and dA are made twice, by rows and by columns, and not turned: Triton 3.4 to 3.7.0 on Hopper hands a turned result to the next product in registers that are in use again (wrong keys' gradients).
 """
