@@ -57,4 +57,6 @@ def status_text(status: int) -> str:
     if status >= 0:
         return f"exit code {status}"
     hint = ", out of memory or killed by hand" if -status == signal.SIGKILL else ""
-    return f"{signal.Signals(-status).name}{hint}"
+    # Signals of real time have numbers alone, but for the first and the last.
+    name = signal.Signals(-status).name if -status in list(signal.Signals) else f"signal {-status}"
+    return f"{name}{hint}"
