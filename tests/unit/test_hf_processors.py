@@ -132,7 +132,7 @@ def test_models_of_text_have_none_and_other_processors_are_left_alone():
     assert "time stamps" in processor_to_theirs(chz.replace(OTHER, timestamps=False))[1][0]
 
 
-@pytest.mark.parametrize("processor", [PatchProcessorConfig(), OTHER, small_processor()])
+@pytest.mark.parametrize("processor", [PatchProcessorConfig(), PatchProcessorConfig(fps=3), OTHER, small_processor()])
 def test_files_go_round(processor):
     files, said = processor_to_theirs(processor)
     files = json.loads(json.dumps(files))

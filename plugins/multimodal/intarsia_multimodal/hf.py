@@ -202,7 +202,7 @@ def processor_to_theirs(processor: Any) -> tuple[dict[str, dict[str, Any]], list
         **_VIDEO_ONLY,
         **capped,
         **({"max_video_tokens": processor.max_frame_tokens} if processor.max_frame_tokens else {}),
-        "fps": int(processor.fps) if processor.fps.is_integer() else processor.fps,
+        "fps": int(processor.fps) if processor.fps == int(processor.fps) else processor.fps,
         "min_frames": processor.min_frames,
         "max_frames": processor.max_frames,
         "video_processor_type": VIDEO_CLASSES[0],
