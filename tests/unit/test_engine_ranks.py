@@ -362,7 +362,7 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         LocalConfig(tensor=0)
     with pytest.raises(UsageError, match=r"generator\.experts is 'cutt'\. Did you mean 'cut'"):
         LocalConfig(experts="cutt")
-    with pytest.raises(UsageError, match=r"cannot be batch-invariant: generator\.tensor=2: ranks would sum"):
+    with pytest.raises(UsageError, match=r"cannot be batch-invariant: generator\.tensor=2: each rank multiplies a part of a row"):
         build(chz.replace(SMALL, tensor=2), GeneratorContext(recipe, current(), invariant=True))
     run: Recipe = current().target(current().registry("recipe").find("arithmetic/debug"))()
     cut = chz.replace(run, data=chz.replace(run.data, loader=chz.replace(run.data.loader, generator=chz.replace(SMALL, tensor=2))))
