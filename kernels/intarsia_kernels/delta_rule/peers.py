@@ -99,6 +99,8 @@ def run_fla(
 def _fla_refuses(keys: int, values: int) -> str | None:
     if keys > WIDEST:
         return f"keys of width {keys}; it takes up to {WIDEST}"
+    if not importlib.util.find_spec("fla"):
+        return None  # Its entry says what is missing.
     known = vars(importlib.import_module("fla.utils"))
     wrong = known.get("IS_NVIDIA_HOPPER") and known.get("TRITON_ABOVE_3_4_0") and not known.get("TRITON_ABOVE_3_7_1", True)
     if wrong and not importlib.util.find_spec("tilelang"):

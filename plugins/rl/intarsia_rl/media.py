@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy
 from intarsia.contracts import Media, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import PluginError, UsageError
@@ -18,6 +17,7 @@ from intarsia.errors import PluginError, UsageError
 from intarsia_rl.contracts import PlacedMedia
 
 if TYPE_CHECKING:
+    import numpy
     from intarsia_multimodal.contracts import Prepared, Processor
 
 
@@ -67,6 +67,8 @@ def placed(ids: Sequence[int], media: Sequence[Media], processor: Processor, fir
     Errors: PluginError where a renderer left one out; EnvironmentFailure where a policy's own tokens among them look like one, and nobody could tell which is which.
     """
     blocks: list[list[int]] = [list(processor.as_ids((medium,))) for medium in media]  # type: ignore[arg-type]
+    import numpy  # The controller's side has no need of it before it sees media.
+
     array = numpy.asarray(ids, dtype=numpy.int64)
     starts = {tuple(block): occurrences(array, block) for block in blocks}
     found: list[PlacedMedia] = []
@@ -89,12 +91,16 @@ def occurrences(ids: numpy.ndarray, block: Sequence[int]) -> list[int]:
     """Where `block` begins in `ids`."""
     if len(block) > len(ids):
         return []
+    import numpy
+
     windows = numpy.lib.stride_tricks.sliding_window_view(ids, len(block))
     return numpy.flatnonzero((windows == numpy.asarray(block)).all(1)).tolist()
 
 
 def prepared(tokens: Sequence[int], media: Sequence[PlacedMedia], processor: Processor) -> Prepared:
     """Slots and positions of tokens in which these media stand. Placeholders elsewhere count as text. Errors: MediaError; UsageError where a block is not at its place."""
+    import numpy
+
     ids = numpy.asarray(tokens, dtype=numpy.int64)
     own = set(processor.ids.values())
     text = next(number for number in range(len(own) + 1) if number not in own)

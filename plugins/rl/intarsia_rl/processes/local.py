@@ -44,18 +44,21 @@ class LocalProcesses:
         ours, theirs = socket.socketpair()
         read, write = os.pipe()
         limit, folder = self.config.message_bytes, self.config.log_folder
-        end = _End(Output(read, None if folder is None else Path(folder) / f"{name.replace('/', '-')}.log"))
+        output = Output(read, None if folder is None else Path(folder) / f"{name.replace('/', '-')}.log")
         command = [sys.executable, "-P", "-X", "faulthandler", "-m", "intarsia_rl.processes", name]
         command += ["--inherited", str(theirs.fileno()), "--limit", str(limit)]
         environment = environment_of(threads)
         try:
+            end = _End(output)
             child = Child(command, end, pass_fds=(theirs.fileno(),), env=environment, stdin=subprocess.DEVNULL, stdout=write, stderr=write)
         except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+            for each in (ours, theirs):
+                each.close()
             os.close(write)
+            output.last()  # it ends as nobody can write any more
+            raise
+        theirs.close()
+        os.close(write)
         process = ConnectedProcess(name, await Connection.over(ours, limit), end.reason, child.kill, child.process.pid)
         try:
             await process.begin(service, arguments, self.config.start_s)

@@ -158,9 +158,9 @@ class GeneratorSide:
         context: Any = self.engine.context
         begin = context.begin
 
-        def told(chunks: Any) -> Any:
+        def told(chunks: Any, *shown: Any) -> Any:
             recorder.tokens([(chunk.job.request.id, place) for chunk in chunks for place in range(chunk.start, chunk.end)])
-            return begin(chunks)
+            return begin(chunks, *shown)
 
         context.begin, self.engine.choices = told, recorder.choices(self.choices)
         try:
