@@ -77,7 +77,10 @@ def run_until(arguments: list[str], reached: Callable[[], bool], number: signal.
 def train_and_kill(run: Path, arguments: list[str], after: int, limit_s: float = 300.0) -> int:
     """Train into `run`, and kill everything (SIGKILL) after step `after`, once there is a checkpoint. Returns the exit code."""
     code = run_until(command("train", *arguments), lambda: steps(run) >= after and bool(events(run, "checkpoint")), signal.SIGKILL, limit_s)
-    print(f"the process died of signal {-code}; its newest checkpoint holds step {events(run, 'checkpoint')[-1]['step']}")
+    saved = events(run, "checkpoint")
+    if not saved:
+        raise SystemExit(f"The training ended with exit code {code} before its first checkpoint; it says why above.")
+    print(f"the process died of signal {-code}; its newest checkpoint holds step {saved[-1]['step']}")
     return code
 
 
