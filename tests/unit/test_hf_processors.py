@@ -109,6 +109,11 @@ def test_what_cannot_be_read_leaves_the_recipes_processor(images, message):
         ({**RELEASED_VIDEOS, "do_sample_frames": False}, r"do_sample_frames = False"),
         ({**RELEASED_VIDEOS, "image_mean": [0.1, 0.5, 0.5]}, r"image_mean is \(0\.1, 0\.5, 0\.5\), and \(0\.5, 0\.5, 0\.5\) for images"),
         ({**RELEASED_VIDEOS, "fps": "two"}, r"fps = 'two', which must be a number"),
+        ({**RELEASED_VIDEOS, "fps": 0}, r"^video_preprocessor_config\.json cannot be used: processor\.fps is 0\.0.*max_frames=768\)$"),
+        (
+            {**RELEASED_VIDEOS, "size": {"shortest_edge": 99, "longest_edge": 9}},
+            r"^video_preprocessor_config\.json cannot be used: processor\.video_min_pixels is 99, above.*video_max_pixels=16384",
+        ),
     ],
 )
 def test_what_cannot_be_read_of_video_leaves_the_recipes_settings(videos, message):

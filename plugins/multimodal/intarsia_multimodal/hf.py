@@ -58,6 +58,7 @@ _ONLY: dict[str, Any] = {
     "resample": 3,
 }
 _VIDEO_ONLY = {**_ONLY, "do_sample_frames": True}
+_VIDEO_SETTINGS = ("video_min_pixels", "video_max_pixels", "max_frame_tokens", "fps", "min_frames", "max_frames")
 
 
 class _Unreadable(Exception):
@@ -74,7 +75,7 @@ def processor_to_ours(read: Read, model: Any, processor: Any) -> tuple[Any, list
         return processor, []
     if processor is not None and type(processor) is not PatchProcessorConfig:
         return processor, [f"the recipe's processor is a {type(processor).__name__}, for which {IMAGES} and {VIDEOS} are not read"]
-    base, said = processor or PatchProcessorConfig(), []
+    base = processor or PatchProcessorConfig()
     together = read(TOGETHER) or {}
     images, images_in = _part(read, together, "image_processor", IMAGES)
     videos, videos_in = _part(read, together, "video_processor", VIDEOS)
@@ -84,21 +85,20 @@ def processor_to_ours(read: Read, model: Any, processor: Any) -> tuple[Any, list
         found = _image_settings(images, images_in)
     except _Unreadable as error:
         return processor, [f"{error}: {_stays(processor)}"]
-    kept = {
-        name: getattr(base, name)
-        for name in ("video_min_pixels", "video_max_pixels", "max_frame_tokens", "fps", "min_frames", "max_frames")
-    }
-    shown = ", ".join(f"{name}={value}" for name, value in kept.items())
+    try:
+        seen = chz.replace(base, **found)
+    except UsageError as error:
+        return processor, [f"{images_in} cannot be used: {error} So {_stays(processor)}"]
     try:
         if videos is None:
             raise _Unreadable(f"there is no {VIDEOS}")
-        found |= _video_settings(videos, videos_in, images)
+        return chz.replace(seen, **_video_settings(videos, videos_in, found)), []
     except _Unreadable as error:
-        said.append(f"{error}: what the processor does with video stays as it is ({shown})")
-    try:
-        return chz.replace(base, **found), said
+        why = f"{error}:"
     except UsageError as error:
-        return processor, [f"{images_in} and {videos_in} cannot be used: {error} So {_stays(processor)}"]
+        why = f"{videos_in} cannot be used: {error} So"
+    shown = ", ".join(f"{name}={getattr(base, name)}" for name in _VIDEO_SETTINGS)
+    return seen, [f"{why} what the processor does with video stays as it is ({shown})"]
 
 
 def _part(read: Read, together: Mapping[str, Any], key: str, name: str) -> tuple[Mapping[str, Any] | None, str]:
@@ -123,9 +123,12 @@ def _image_settings(said: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _video_settings(said: Mapping[str, Any], where: str, images: Mapping[str, Any]) -> dict[str, Any]:
+    """`images` are the settings that were found for them."""
     _check(said, "video_processor_type", VIDEO_CLASSES, _VIDEO_ONLY, where)
-    ours, theirs = _shared(images, _IMAGE_SAYS, IMAGES), _shared(said, _VIDEO_SAYS, where)
-    if differing := [f"{_SHARED[name][0]} is {theirs[name]}, and {ours[name]} for images" for name in ours if ours[name] != theirs[name]]:
+    shared = _shared(said, _VIDEO_SAYS, where)
+    if differing := [
+        f"{_SHARED[name][0]} is {value}, and {images[name]} for images" for name, value in shared.items() if images[name] != value
+    ]:
         raise _Unreadable(f"{where} says otherwise than for images ({'; '.join(differing)}), and patches has one setting for both")
     if said.get("num_frames") is not None:
         raise _Unreadable(f"{where} says num_frames = {said['num_frames']!r}, and patches takes frames by their number for each second")
