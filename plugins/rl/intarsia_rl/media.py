@@ -6,18 +6,18 @@ tokens like any other, for generator and trainer alike (`prepared`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from intarsia.contracts import Media, Turn
+from intarsia.contracts import Media, Parts, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import PluginError, UsageError
 
 from intarsia_rl.contracts import PlacedMedia
 
 if TYPE_CHECKING:
-    import numpy
     from intarsia_multimodal.contracts import Prepared, Processor
 
 
@@ -66,49 +66,47 @@ def placed(ids: Sequence[int], media: Sequence[Media], processor: Processor, fir
 
     Errors: PluginError where a renderer left one out; EnvironmentFailure where a policy's own tokens among them look like one, and nobody could tell which is which.
     """
-    blocks: list[list[int]] = [list(processor.as_ids((medium,))) for medium in media]  # type: ignore[arg-type]
-    import numpy  # The controller's side has no need of it before it sees media.
-
-    array = numpy.asarray(ids, dtype=numpy.int64)
-    starts = {tuple(block): occurrences(array, block) for block in blocks}
+    if not media:
+        return ()
+    ids = list(ids)
+    blocks = [tuple(processor.as_ids((medium,))) for medium in media]
+    starts = {block: occurrences(ids, block) for block in blocks}
     found: list[PlacedMedia] = []
-    taken_N = numpy.zeros(len(array), bool)
+    taken = bytearray(len(ids))
     cursor = 0
     for medium, block in zip(media, blocks, strict=True):
-        at = next((start for start in starts[tuple(block)] if start >= cursor), None)
+        at = next((start for start in starts[block] if start >= cursor), None)
         if at is None:
             raise PluginError("The renderer left out or changed the tokens of a medium, which it has to take as they are.")
         found.append(PlacedMedia(medium, first + at))
         cursor = at + len(block)
-        taken_N[at:cursor] = True
+        taken[at:cursor] = b"\1" * len(block)
     # A block may be within another one: a longer video begins like a shorter one.
-    if not all(taken_N[start : start + len(block)].all() for block, where in starts.items() for start in where):
+    if not all(all(taken[start : start + len(block)]) for block, where in starts.items() for start in where):
         raise EnvironmentFailure("model", "the policy has written the tokens of an image itself, in a history that is rendered anew")
     return tuple(found)
 
 
-def occurrences(ids: numpy.ndarray, block: Sequence[int]) -> list[int]:
+def occurrences(ids: Sequence[int], block: Parts) -> list[int]:
     """Where `block` begins in `ids`."""
-    if len(block) > len(ids):
-        return []
-    import numpy
-
-    windows = numpy.lib.stride_tricks.sliding_window_view(ids, len(block))
-    return numpy.flatnonzero((windows == numpy.asarray(block)).all(1)).tolist()
+    found, at = [], -1
+    with contextlib.suppress(ValueError):  # there is no further one
+        while True:
+            at = ids.index(block[0], at + 1)  # type: ignore[arg-type]
+            if tuple(ids[at : at + len(block)]) == block:
+                found.append(at)
+    return found
 
 
 def prepared(tokens: Sequence[int], media: Sequence[PlacedMedia], processor: Processor) -> Prepared:
     """Slots and positions of tokens in which these media stand. Placeholders elsewhere count as text. Errors: MediaError; UsageError where a block is not at its place."""
-    import numpy
-
-    ids = numpy.asarray(tokens, dtype=numpy.int64)
     own = set(processor.ids.values())
     text = next(number for number in range(len(own) + 1) if number not in own)
-    kept = numpy.isin(ids, list(own), invert=True)
+    shown = [text if token in own else token for token in tokens]
     for each in media:
-        block = processor.as_ids((each.media,))
-        kept[each.at : each.at + len(block)] = True
-    found = processor.locate(numpy.where(kept, ids, text).tolist(), [each.media for each in media])
+        stop = each.at + len(processor.as_ids((each.media,)))
+        shown[each.at : stop] = tokens[each.at : stop]
+    found = processor.locate(shown, [each.media for each in media])
     if [slot.at for slot in found.media] != [each.at for each in media]:
         raise UsageError(
             f"The media of a sequence begin at tokens {[slot.at for slot in found.media]}, and were said to at {[each.at for each in media]}."
