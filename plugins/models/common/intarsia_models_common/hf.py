@@ -11,6 +11,11 @@ from intarsia.errors import UsageError, did_you_mean
 
 from intarsia_models_common.config import SCALINGS, AttentionConfig, LanguageModelConfig, RopeConfig
 
+SWIGLU = (
+    HFRule("gate_proj.weight", "w1.weight"),
+    HFRule("up_proj.weight", "w3.weight"),
+    HFRule("down_proj.weight", "w2.weight"),
+)
 QUERIES = HFRule("self_attn.q_proj.weight", "attention.wq.weight")
 EXPERTS_APART = (
     HFRule("mlp.experts.{e}.gate_proj.weight", "feed_forward.experts.w1", "stack"),
@@ -55,9 +60,7 @@ def block_rules(queries: HFRule = QUERIES) -> tuple[HFRule, ...]:
         HFRule("self_attn.k_norm.weight", "attention.k_norm.weight"),
         HFRule("self_attn.o_proj.weight", "attention.wo.weight"),
         HFRule("post_attention_layernorm.weight", "feed_forward_norm.weight"),
-        HFRule("mlp.gate_proj.weight", "feed_forward.w1.weight"),
-        HFRule("mlp.up_proj.weight", "feed_forward.w3.weight"),
-        HFRule("mlp.down_proj.weight", "feed_forward.w2.weight"),
+        *placed(SWIGLU, "mlp", "feed_forward"),
         HFRule("mlp.gate.weight", "feed_forward.router.weight"),
     )
 

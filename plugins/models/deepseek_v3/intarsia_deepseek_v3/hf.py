@@ -9,7 +9,7 @@ import chz
 from intarsia.contracts import HFRule, HFTable
 from intarsia.errors import UsageError, did_you_mean
 from intarsia_models_common.config import BlockConfig, MLAConfig, RMSNormConfig, SwiGLUConfig
-from intarsia_models_common.hf import EXPERTS_APART, placed, rope_from, rope_to
+from intarsia_models_common.hf import EXPERTS_APART, SWIGLU, placed, rope_from, rope_to
 from intarsia_models_common.moe.config import GroupLimitedRouterConfig, MoEConfig, RouterConfig, SoftmaxRouterConfig
 
 from intarsia_deepseek_v3.config import DeepSeekV3Config, deepseek_v3, v3_router
@@ -29,15 +29,11 @@ _BLOCK = (
     HFRule("self_attn.kv_b_proj.weight", "attention.wkv_b.weight"),
     HFRule("self_attn.o_proj.weight", "attention.wo.weight"),
     HFRule("post_attention_layernorm.weight", "feed_forward_norm.weight"),
-    HFRule("mlp.gate_proj.weight", "feed_forward.w1.weight"),
-    HFRule("mlp.up_proj.weight", "feed_forward.w3.weight"),
-    HFRule("mlp.down_proj.weight", "feed_forward.w2.weight"),
+    *placed(SWIGLU, "mlp", "feed_forward"),
     HFRule("mlp.gate.weight", "feed_forward.router.weight"),
     HFRule("mlp.gate.e_score_correction_bias", "feed_forward.router.bias"),
     *EXPERTS_APART,
-    HFRule("mlp.shared_experts.gate_proj.weight", "feed_forward.shared.w1.weight"),
-    HFRule("mlp.shared_experts.up_proj.weight", "feed_forward.shared.w3.weight"),
-    HFRule("mlp.shared_experts.down_proj.weight", "feed_forward.shared.w2.weight"),
+    *placed(SWIGLU, "mlp.shared_experts", "feed_forward.shared"),
 )
 _LAYER, _DEPTH, _DEPTHS = "model.layers.{i}", "model.layers.{i+num_hidden_layers}", "num_nextn_predict_layers"
 

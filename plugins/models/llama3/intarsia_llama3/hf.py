@@ -8,22 +8,24 @@ from typing import Any
 from intarsia.contracts import HFRule, HFTable
 from intarsia.errors import UsageError
 from intarsia_models_common.config import AttentionConfig, RMSNormConfig, SwiGLUConfig
-from intarsia_models_common.hf import rope_from, rope_to
+from intarsia_models_common.hf import SWIGLU, placed, rope_from, rope_to, text_to
 
 from intarsia_llama3.config import Llama3Config, llama3
+
+_BLOCK = (
+    HFRule("input_layernorm.weight", "attention_norm.weight"),
+    HFRule("self_attn.q_proj.weight", "attention.wq.weight"),
+    HFRule("self_attn.k_proj.weight", "attention.wk.weight"),
+    HFRule("self_attn.v_proj.weight", "attention.wv.weight"),
+    HFRule("self_attn.o_proj.weight", "attention.wo.weight"),
+    HFRule("post_attention_layernorm.weight", "feed_forward_norm.weight"),
+    *placed(SWIGLU, "mlp", "feed_forward"),
+)
 
 TABLE = HFTable(
     rules=(
         HFRule("model.embed_tokens.weight", "tok_embeddings.weight"),
-        HFRule("model.layers.{i}.input_layernorm.weight", "layers.{i}.attention_norm.weight"),
-        HFRule("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attention.wq.weight"),
-        HFRule("model.layers.{i}.self_attn.k_proj.weight", "layers.{i}.attention.wk.weight"),
-        HFRule("model.layers.{i}.self_attn.v_proj.weight", "layers.{i}.attention.wv.weight"),
-        HFRule("model.layers.{i}.self_attn.o_proj.weight", "layers.{i}.attention.wo.weight"),
-        HFRule("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.feed_forward_norm.weight"),
-        HFRule("model.layers.{i}.mlp.gate_proj.weight", "layers.{i}.feed_forward.w1.weight"),
-        HFRule("model.layers.{i}.mlp.up_proj.weight", "layers.{i}.feed_forward.w3.weight"),
-        HFRule("model.layers.{i}.mlp.down_proj.weight", "layers.{i}.feed_forward.w2.weight"),
+        *placed(_BLOCK, "model.layers.{i}", "layers.{i}"),
         HFRule("model.norm.weight", "norm.weight"),
         HFRule("lm_head.weight", "head.weight"),
     ),
@@ -76,18 +78,8 @@ def config_to_theirs(ours: Llama3Config) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": ours.vocab_size,
-        "hidden_size": ours.dim,
+        **text_to(ours, attention, norm.eps),
         "intermediate_size": feed_forward.hidden,
-        "num_hidden_layers": len(ours.layers),
-        "num_attention_heads": attention.heads,
-        "num_key_value_heads": attention.kv_heads,
-        "head_dim": attention.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": ours.max_positions,
-        "rms_norm_eps": norm.eps,
-        "tie_word_embeddings": ours.tied,
-        "attention_bias": False,
         "mlp_bias": False,
         **rope_to(ours.rope),
     }

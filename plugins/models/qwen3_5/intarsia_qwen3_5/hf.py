@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from intarsia.contracts import HFRule, HFTable
 from intarsia.errors import UsageError, did_you_mean
 from intarsia_models_common.config import AttentionConfig, FeedForwardConfig, MixerConfig, OffsetRMSNormConfig, SwiGLUConfig
-from intarsia_models_common.hf import EXPERTS_APART, EXPERTS_STACKED, block_rules, check_values, placed, rope_from, rope_to, text_to
+from intarsia_models_common.hf import EXPERTS_APART, EXPERTS_STACKED, SWIGLU, block_rules, check_values, placed, rope_from, rope_to, text_to
 from intarsia_models_common.linear_attention.config import GatedDeltaNetConfig
 from intarsia_models_common.moe.config import JOINT_LOSS, GatedSwiGLUConfig, MoEConfig, SoftmaxRouterConfig
 from intarsia_models_common.vision.hf import PROCESSOR, ids_from, ids_to, vision_from, vision_rules, vision_to
@@ -29,9 +29,7 @@ _GATED = HFRule(
 )
 _BLOCK = (
     *block_rules(_GATED),
-    HFRule("mlp.shared_expert.gate_proj.weight", "feed_forward.shared.w1.weight"),
-    HFRule("mlp.shared_expert.up_proj.weight", "feed_forward.shared.w3.weight"),
-    HFRule("mlp.shared_expert.down_proj.weight", "feed_forward.shared.w2.weight"),
+    *placed(SWIGLU, "mlp.shared_expert", "feed_forward.shared"),
     HFRule("mlp.shared_expert_gate.weight", "feed_forward.shared.gate.weight"),
 )
 _LINEAR = (
