@@ -105,13 +105,12 @@ def _balanced(
     receives = [sum(patches[i] for i in of(mine, rank // inner)) if rank % inner == 0 else 0 for rank in range(comm.size)]
     mine_NC = exchanged(sent_NC, sends, receives, comm, f"{name}, patches")
     features_MD, widths = _run(forward, mine_NC, [frames[i] for i in mine])
-    # Features: from there to all ranks that hold parts of the frame's row.
-    rows = dict(zip(mine, torch.arange(features_MD.shape[0]).split([merged[i] for i in mine]), strict=True))
-    wanted = [of(mine, rank // inner) for rank in range(comm.size)]
-    picked = torch.cat([torch.zeros(0, dtype=torch.int64), *(rows[i] for each in wanted for i in each)]).to(features_MD.device)
+    # Features: from there to all ranks that hold parts of the frame's row. Frames of one row's ranks lie together.
+    counts = [sum(merged[i] for i in of(mine, owner)) for owner in range(len(every))]
+    sent_MD = torch.cat([part for part in features_MD.split(counts) for _ in range(inner)])
     found = [of(share, group) for share in shares]
-    sends, receives = ([sum(merged[i] for i in each) for each in side] for side in (wanted, found))
-    every_MD = exchange(features_MD.index_select(0, picked), sends, receives, comm, f"{name}, features")
+    sends, receives = [count for count in counts for _ in range(inner)], [sum(merged[i] for i in each) for each in found]
+    every_MD = exchange(sent_MD, sends, receives, comm, f"{name}, features")
     order = [[i - first for i in each] for each in found]
     return _parted(in_order(every_MD, order, merged[first : first + len(own)]), widths)
 
