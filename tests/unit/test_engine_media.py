@@ -11,6 +11,7 @@ import pytest
 import torch
 from intarsia import ops
 from intarsia.contracts import Media, Turn
+from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import UsageError
 from intarsia.plugins import current
 from intarsia_data.tokenizer import encode_parts
@@ -21,7 +22,6 @@ from intarsia_generation.engine.request import Job
 from intarsia_generation.engine.sight import look
 from intarsia_models_common.vision.config import VisionLanguageModelConfig
 from intarsia_multimodal.config import PatchProcessorConfig
-from intarsia_multimodal.contracts import MediaError
 from intarsia_multimodal.recipes import SPECIALS
 from intarsia_qwen3_5 import config as qwen3_5
 from intarsia_qwen3_vl import config as qwen3_vl
@@ -190,7 +190,8 @@ def test_what_cannot_be_served_is_refused() -> None:
         return found
 
     one, two, three, four = asyncio.run(work(local()))
-    assert isinstance(one, MediaError) and isinstance(two, UsageError)
+    assert isinstance(one, EnvironmentFailure) and one.boundary == "environment" and "truncated" in str(one)
+    assert isinstance(two, UsageError)
     assert three.tokens == four.tokens and len(three.tokens) == 6
     with pytest.raises(UsageError, match="it has images or video, and the generator 'local' serves text alone"):
         asyncio.run(local(False).generate(good))
@@ -236,8 +237,6 @@ def test_requests_that_show_the_same_hold_its_patches_once() -> None:
 
 def test_videos_of_which_one_begins_like_the_other_are_told_apart() -> None:
     """In either order; and the shorter one's tokens are still not taken for it where nobody showed it."""
-    from intarsia.contracts.environment import EnvironmentFailure
-
     short, long = Media("video", FRAMES[:2]), Media("video", FRAMES)
     blocks = {each: [part for part in processor().as_ids((each,)) if isinstance(part, int)] for each in (short, long)}
     assert blocks[long][: len(blocks[short])] == blocks[short]
@@ -262,7 +261,6 @@ def test_turns_become_ids_and_are_found_again() -> None:
     ]
     places = media.placed([5, *ids, 6], media.media_of(turns), processor(), first=10)
     assert [each.at for each in places] == [11, 11 + len(ids) // 2] and all(each.media == shown for each in places)
-    from intarsia.contracts.environment import EnvironmentFailure
     from intarsia.errors import PluginError
 
     with pytest.raises(PluginError, match="left out"):

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from intarsia.contracts import Limits, Media, Observation, StepResult, Task, Turn
+from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import UsageError
 from intarsia.plugins import current
 from intarsia_environments.recipes import arithmetic_debug
@@ -83,8 +84,10 @@ class Anew(ChatRenderer):
         return None
 
 
-def play(environment: Shows, processor: Any = PROCESSOR, renderer: type[ChatRenderer] = ChatRenderer) -> tuple[Any, ScriptedGenerators]:
-    generators, workers = ScriptedGenerators(lambda request: Said(WROTE)), InProcessWorkers(environment)
+def play(
+    environment: Shows, processor: Any = PROCESSOR, renderer: type[ChatRenderer] = ChatRenderer, say: Any = lambda request: Said(WROTE)
+) -> tuple[Any, ScriptedGenerators]:
+    generators, workers = ScriptedGenerators(say), InProcessWorkers(environment)
     generators.version = 0
     rules = Rules(11, Sampling(1, stop_ids=(TOKENS.end_of_turn_id,)), 200, 1, timeout_s=60.0, processor=processor)
     player = Player(rules, workers.environment_facts(), generators, workers, renderer(ChatConfig(), TOKENS))
@@ -176,6 +179,24 @@ def test_media_that_cannot_be_used_fail_their_try() -> None:
     assert sample.failure is not None and sample.failure.boundary == "environment" and "cannot be used" in sample.failure.message
     with pytest.raises(UsageError, match=r"data\.loader\.processor"):
         play(Shows(), processor=None)
+
+
+@pytest.mark.parametrize("error", [EnvironmentFailure("environment", "a request shows what is cut"), UsageError("Install a decoder.")])
+def test_only_a_medium_that_cannot_be_used_is_laid_to_the_environment(error: Exception) -> None:
+    """What a generator refuses for another reason ends the run with the reason, though the request shows something."""
+
+    def refuse(request: Request) -> Said:
+        raise error
+
+    if isinstance(error, UsageError):
+        with pytest.raises(UsageError, match=r"^Install a decoder\.$"):
+            play(Shows(), say=refuse)
+    else:
+        sample, _ = play(Shows(), say=refuse)
+        assert sample.failure is not None and (sample.failure.boundary, sample.failure.message) == (
+            "environment",
+            "a request shows what is cut",
+        )
 
 
 def test_generators_that_do_not_see_are_refused(tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ class WeightVersion:
 class Generator(Protocol):
     """Built by `target(config, context: GeneratorContext)` in a process of its own. Stability: provisional.
 
-    All calls may overlap. `generate` raises UsageError for a request that can never be served (too long, a token outside of the vocabulary, a capability that is missing).
+    All calls may overlap. `generate` raises UsageError for a request that can never be served (too long, a token outside of the vocabulary, a capability that is missing), and
+    EnvironmentFailure("environment") for one that shows a medium which cannot be used (`media.used`).
     """
 
     facts: GeneratorFacts

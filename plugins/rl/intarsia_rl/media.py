@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from intarsia.contracts import Media, Parts, Turn
@@ -51,14 +51,22 @@ def with_ids(turns: Sequence[Turn], processor: Processor | None) -> list[Turn]:
             "The environment shows images or video, and the run has no processor that makes tokens of them: set data.loader.processor (patches is the one of the Qwen families) and take a model that "
             "sees."
         )
-    from intarsia_multimodal.contracts import MediaError
-
-    try:
+    with used("a turn"):
         return [
             turn if isinstance(turn.content, str) else dataclasses.replace(turn, content=processor.as_ids(turn.content)) for turn in turns
         ]
+
+
+@contextlib.contextmanager
+def used(where: str) -> Iterator[None]:
+    """A medium that cannot be used (MediaError) is a failure of the environment, which shows it, and not the end of the run: EnvironmentFailure. What is missing here, such as a library that decodes,
+    is none, and stays a UsageError."""
+    from intarsia_multimodal.contracts import MediaError
+
+    try:
+        yield
     except MediaError as error:
-        raise EnvironmentFailure("environment", f"a turn shows a medium that cannot be used: {error}") from error
+        raise EnvironmentFailure("environment", f"{where} shows a medium that cannot be used: {error}") from error
 
 
 def placed(ids: Sequence[int], media: Sequence[Media], processor: Processor, first: int = 0) -> tuple[PlacedMedia, ...]:

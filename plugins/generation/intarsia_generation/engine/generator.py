@@ -145,7 +145,7 @@ class LocalGenerator:
         check(request, self.facts, self._ids)
 
     async def _look(self, request: Request) -> Sight:
-        """Load what a request shows, beside the loop; an abort that comes meanwhile is noted in `_loading`. UsageError for what cannot be used."""
+        """Load what a request shows, beside the loop; an abort that comes meanwhile is noted in `_loading`. See `look` for what cannot be used."""
         self._loading[request.id] = False
         try:
             return await asyncio.to_thread(look, request, self._processor, self._patches)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from intarsia_rl.contracts import Request
-from intarsia_rl.media import prepared
+from intarsia_rl.media import prepared, used
 from torch import Tensor, nn
 
 KEPT_FEATURES = 1 << 16
@@ -64,20 +64,20 @@ class Sight:
 
 
 def look(request: Request, processor: Any, shared: MutableMapping[bytes, Tensor] | None = None) -> Sight:
-    """Load what a request shows; of equal media `shared` has the patches once, by digest. UsageError (MediaError) for a medium that cannot be decoded, and for one that is not where it is said to be."""
+    """Load what a request shows; of equal media `shared` has the patches once, by digest. EnvironmentFailure for a medium that cannot be decoded, UsageError for one that is not where it is said to be."""
     shared = {} if shared is None else shared
-    found = prepared((*request.tokens, *request.forced), request.media, processor)
-    visual_S = torch.full((len(found.tokens_N),), -1, dtype=torch.int64)
     media, seen = [], 0
-    for slot in found.media:
-        patches = processor.load(slot)
-        digest = hashlib.sha256(repr(tuple(slot.grid)).encode() + patches.tobytes()).digest()
-        for first, count in slot.spans:
-            done = sum(each for start, each in slot.spans if start < first)
-            visual_S[first : first + count] = torch.arange(seen + done, seen + done + count)
-        patches_NC = shared.setdefault(digest, torch.from_numpy(patches))
-        media.append(Seen(slot.at, slot.stop, seen, seen + slot.features, slot.grid, patches_NC, digest))
-        seen += slot.features
+    with used("a request"):
+        found = prepared((*request.tokens, *request.forced), request.media, processor)
+        visual_S = torch.full((len(found.tokens_N),), -1, dtype=torch.int64)
+        for slot in found.media:
+            patches = processor.load(slot)
+            digest = hashlib.sha256(repr(tuple(slot.grid)).encode() + patches.tobytes()).digest()
+            patches_NC = shared.setdefault(digest, torch.from_numpy(patches))
+            media.append(Seen(slot.at, slot.stop, seen, seen + slot.features, slot.grid, patches_NC, digest))
+            for first, count in slot.spans:
+                visual_S[first : first + count] = torch.arange(seen, seen + count)
+                seen += count
     positions_3S = torch.from_numpy(found.positions_3N)
     return Sight(positions_3S, visual_S, tuple(media), int(positions_3S.max()) + 1 - len(found.tokens_N))
 

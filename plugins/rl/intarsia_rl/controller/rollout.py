@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from intarsia.contracts import Media, Observation, StepResult, Task, ToolSpec, Turn
 from intarsia.contracts.environment import EnvironmentFailure, Episode
-from intarsia.errors import IntarsiaError, NumericsError, UsageError
+from intarsia.errors import IntarsiaError, NumericsError
 
 from intarsia_rl import media
 from intarsia_rl.contracts import Failure, Finish, Generated, PlacedMedia, ProcessDied, Renderer, Request, Routes, Sample, Sampling, Segment
@@ -250,7 +250,7 @@ class Rollout:
         request = Request(name, tuple(builder.tokens), sampling, routes=rules.routes, priority=priority, media=tuple(builder.media))
         begin = asyncio.get_running_loop().time()
         # No time limit here: one would leave out tries for being long or for waiting. Generators that stand still are the pool's to replace.
-        made = await generated(self._generators, request)
+        made = await self._generators.generate(request)
         self._spent["generate"] += asyncio.get_running_loop().time() - begin
         check_generated(made, request)
         context.segment.generated(made)
@@ -271,16 +271,6 @@ def rendered(call: Callable[[], Result]) -> Result:
         raise
     except Exception as error:
         raise EnvironmentFailure("environment", f"its turns cannot be rendered: {type(error).__name__}: {error}") from error
-
-
-async def generated(generators: Generators, request: Request) -> Generated:
-    """The completion. That a generator refuses a request with media means one that cannot be decoded: a failure of the environment, not the end of the run."""
-    try:
-        return await generators.generate(request)
-    except UsageError as error:
-        if not request.media:
-            raise
-        raise EnvironmentFailure("environment", f"what it shows cannot be used: {error}") from error
 
 
 def check_generated(made: Generated, request: Request) -> None:
