@@ -20,14 +20,14 @@ class Here:
     """Workers in this process. Episodes are counted; those of a task in `broken` fail."""
 
     def __init__(self, config: ArithmeticConfig, broken: tuple[str, ...] = ()):
-        self.environment, self.broken, self.open = arithmetic.build(config), broken, 0
+        self.environment, self.broken, self.open, self.asked = arithmetic.build(config), broken, 0, 0
 
     def episode(self, task: Any, seed: int, timeout_s: float | None = None) -> Any:
         workers, episode = self, self.environment.episode(task, seed)
 
         class Counted:
             async def reset(self) -> Any:
-                workers.open += 1
+                workers.open, workers.asked = workers.open + 1, workers.asked + 1
                 if task.id in workers.broken:
                     raise EnvironmentFailure("environment", "broken")
                 return await episode.reset()
@@ -46,7 +46,9 @@ def check(tokenizer: Any, workers: Here) -> None:
 
 def test_characters_that_have_no_ids_are_named_with_the_setting() -> None:
     digits = CharacterTokenizer(CharactersConfig(alphabet="0123456789+"))
-    check(digits, Here(ArithmeticConfig(level=1, instructions="")))
+    within = Here(ArithmeticConfig(level=1, instructions=""))
+    check(digits, within)
+    assert within.asked
     with pytest.raises(UsageError, match=r"(?s)'C', 'o', 'm'.*and \d+ more.*train/0.*'Compute\. Answer.*data\.tokenizer\.alphabet"):
         check(digits, Here(ArithmeticConfig(level=1)))
     with pytest.raises(UsageError, match=r"apart: '-' \(task"):
@@ -63,3 +65,4 @@ def test_a_task_of_any_split_is_looked_at_and_one_that_fails_is_left_to_the_run(
 def test_tokenizers_that_take_all_text_are_not_asked() -> None:
     workers = Here(ArithmeticConfig(level=1))
     check(current().build(ByteTokenizerConfig()), workers)
+    assert not workers.asked
