@@ -91,10 +91,9 @@ class SegmentBuilder:
 
 @dataclasses.dataclass
 class Context:
-    """What one actor has seen: its history, with media as ids; these media; and the segment that it speaks in. `finish` is how its last turn ended."""
+    """What one actor has seen: its history, with media as ids, and the segment that it speaks in, which has these media. `finish` is how its last turn ended."""
 
     history: list[Turn]
-    media: list[Media]
     tools: tuple[ToolSpec, ...]
     segment: SegmentBuilder
     finish: Finish = "eos"
@@ -206,18 +205,13 @@ class Rollout:
         tools = observation.tools or old.tools
         extension = None if tools != old.tools else rendered(lambda: self._renderer.extend(old.history, new, tools, old.finish))
         if extension is None:  # Its template has rewritten what it rendered before.
-            return self._begin(actor, [*old.history, *new], [*old.media, *shown], tools)
+            return self._begin(actor, [*old.history, *new], [*(each.media for each in old.segment.media), *shown], tools)
         if self._room(len(old.segment.tokens) + len(extension)) <= 0:
             return None
-        places = self._placed(extension, shown, len(old.segment.tokens))
+        places = media.placed(extension, shown, self._rules.processor, len(old.segment.tokens))
         old.history += new
-        old.media += shown
         old.segment.extend(extension, places)
         return old
-
-    def _placed(self, ids: Sequence[int], shown: Sequence[Media], first: int) -> Sequence[PlacedMedia]:
-        """Where media stand in what was rendered."""
-        return media.placed(ids, shown, self._rules.processor, first) if shown else ()
 
     def _begin(self, actor: str, history: list[Turn], shown: list[Media], tools: tuple[ToolSpec, ...]) -> Context | None:
         prompt = rendered(lambda: self._renderer.begin(history, tools))
@@ -225,8 +219,8 @@ class Rollout:
             raise EnvironmentFailure("environment", f"the history of {actor!r} renders to no token: an observation needs a turn")
         if self._room(len(prompt)) <= 0:
             return None
-        builder = SegmentBuilder(actor, prompt, self._placed(prompt, shown, 0))
-        context = self._contexts[actor] = Context(history, shown, tools, builder)
+        builder = SegmentBuilder(actor, prompt, media.placed(prompt, shown, self._rules.processor))
+        context = self._contexts[actor] = Context(history, tools, builder)
         self._segments.append(context.segment)
         return context
 
