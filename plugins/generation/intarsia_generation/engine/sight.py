@@ -149,11 +149,11 @@ class Eyes:
 
     def _features(self, medium: Seen) -> Features:
         """What the model sees of a medium, or saw of an equal one."""
-        if medium.digest not in self._kept:
-            self.looks += 1
-            self._kept[medium.digest] = self._model.see(medium.patches_NC.to(self._device), (medium.grid,))
-        self._kept.move_to_end(medium.digest)
-        features = self._kept[medium.digest]
+        if medium.digest in self._kept:
+            self._kept.move_to_end(medium.digest)
+            return self._kept[medium.digest]
+        self.looks += 1
+        features = self._kept[medium.digest] = self._model.see(medium.patches_NC.to(self._device), (medium.grid,))
         while len(self._kept) > 1 and sum(each.shape[0] for each, _ in self._kept.values()) > KEPT_FEATURES:
             self._kept.popitem(last=False)
         return features
