@@ -41,13 +41,12 @@ class LocalProcesses:
 
     async def start(self, name: str, service: str, arguments: Mapping[str, Any], threads: int | None = None) -> ConnectedProcess:
         """See ProcessLauncher. What the service raises when it is made is raised here; DistributedError where the process dies or takes longer than `start_s`."""
+        limit, folder, environment = self.config.message_bytes, self.config.log_folder, environment_of(threads)
         ours, theirs = socket.socketpair()
         read, write = os.pipe()
-        limit, folder = self.config.message_bytes, self.config.log_folder
         output = Output(read, None if folder is None else Path(folder) / f"{name.replace('/', '-')}.log")
         command = [sys.executable, "-P", "-X", "faulthandler", "-m", "intarsia_rl.processes", name]
         command += ["--inherited", str(theirs.fileno()), "--limit", str(limit)]
-        environment = environment_of(threads)
         try:
             end = _End(output)
             child = Child(command, end, pass_fds=(theirs.fileno(),), env=environment, stdin=subprocess.DEVNULL, stdout=write, stderr=write)
