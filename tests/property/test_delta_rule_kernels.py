@@ -267,13 +267,28 @@ def check_turned() -> None:
 
 
 def check_wide_numbers() -> None:
-    """Compiled regions hand over scale and epsilon in float64: nothing is computed in it."""
+    """Compiled regions hand over scales, caps and epsilon in float64: nothing is computed in it. Those of attention in blocks as well."""
     from intarsia_kernels.delta_rule import gradients, prepare, settings
+    from intarsia_kernels.invariant import blocks
 
     cuts = settings.NARROW[128]
+    attention = {
+        "D": 64,
+        "DV": 64,
+        "BLOCK_D": 64,
+        "BLOCK_DV": 64,
+        "ROWS": 64,
+        "KEYS": blocks.KEYS,
+        "GROUPS": 4,
+        "PACKED": False,
+        "PRECISION": "ieee",
+    }
+    attention |= {"HAS_SOFTCAP": True, "HAS_WINDOW": True, "HAS_SINKS": True}
+    kernels = [(kernel, settings.Cut(64, 4, 2), attention) for kernel in (blocks._forward, blocks._backward_queries, blocks._backward_keys)]
     for kernel, cut_, block in (
         (prepare.prepare_kernel, cuts.prepare, {"BLOCK_K": cuts.prepare.block}),
         (gradients.gradients_kernel, cuts.gradients, {"BLOCK_V": cuts.gradients.block}),
+        *kernels,
     ):
         ptx = compiled_for_hopper(kernel, cut_, block).asm["ptx"]
         wide = [line for line in ptx.splitlines() if ".f64" in line and not any(word in line for word in ("cvt.", ".reg", ".param"))]
@@ -286,11 +301,11 @@ def compiled_for_hopper(kernel: Any, cut_: Any, block: dict[str, int]) -> Any:
     from triton.compiler import ASTSource
 
     floats = ("factors_pointer", "state_pointer", "final_pointer", "dfinal_pointer", "dstate_pointer", "decay_pointer", "beta_pointer")
-    floats += ("ddecay_pointer", "dbeta_pointer")
-    integers = ("borders_pointer", "runs_pointer", "count_pointer", "ordinals_pointer")
+    floats += ("ddecay_pointer", "dbeta_pointer", "lse_pointer", "delta_pointer")
+    integers = ("borders_pointer", "runs_pointer", "count_pointer", "ordinals_pointer", "table_pointer")
     types = {name: "*bf16" if name.endswith("_pointer") else "i32" for name in kernel.arg_names}
     types |= dict.fromkeys(floats, "*fp32") | dict.fromkeys(integers, "*i32") | {"counts_pointer": "*i64", "documents_pointer": "*i64"}
-    types |= {"scale": "fp64", "eps": "fp64"}
+    types |= {"scale": "fp64", "eps": "fp64", "softcap": "fp64"}
     given = {"K": 128, "V": 128, "C": 64, "STAGES": cut_.stages, "PRECISION": "tf32x3", **block}
     given |= {"DOCUMENTS": True, "COUNTS": False, "STATE": False, "OUTPUT": True, "KEEP": True, "FINAL": False}
     given |= {"NORMALISE": True, "EXACT": False}

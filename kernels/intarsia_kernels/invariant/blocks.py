@@ -83,6 +83,7 @@ def _forward(q_pointer, k_pointer, v_pointer, sinks_pointer, out_pointer, lse_po
              q_stride, q_head, k_stride, k_head, v_stride, v_head, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
              BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr,
              HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    scale, softcap = tl.cast(scale, tl.float32), tl.cast(softcap, tl.float32)  # compilers hand over numbers of Python in float64
     tile, segment = tl.program_id(0), tl.program_id(2).to(tl.int64)
     table_pointer += segment * 6
     first, count, position = tl.load(table_pointer), tl.load(table_pointer + 1), tl.load(table_pointer + 2)
@@ -148,6 +149,7 @@ def _backward_queries(q_pointer, k_pointer, v_pointer, grad_pointer, lse_pointer
                       window, heads, q_stride, q_head, k_stride, k_head, v_stride, v_head, D: tl.constexpr, DV: tl.constexpr,
                       BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GROUPS: tl.constexpr,
                       HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    scale, softcap = tl.cast(scale, tl.float32), tl.cast(softcap, tl.float32)  # compilers hand over numbers of Python in float64
     tile, head, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     table_pointer += segment * 6
     first, count, position = tl.load(table_pointer), tl.load(table_pointer + 1), tl.load(table_pointer + 2)
@@ -195,6 +197,7 @@ def _backward_keys(q_pointer, k_pointer, v_pointer, grad_pointer, lse_pointer, d
                    scale, softcap, window, heads, kv_heads, q_stride, q_head, k_stride, k_head, v_stride, v_head, D: tl.constexpr,
                    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
                    GROUPS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    scale, softcap = tl.cast(scale, tl.float32), tl.cast(softcap, tl.float32)  # compilers hand over numbers of Python in float64
     kv_head, segment = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     table_pointer += segment * 6
     first, count, position = tl.load(table_pointer), tl.load(table_pointer + 1), tl.load(table_pointer + 2)

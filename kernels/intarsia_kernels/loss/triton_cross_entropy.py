@@ -21,6 +21,7 @@ BLOCK = 8192
 @triton.jit
 def _capped(z, softcap):
     """softcap * tanh(z / softcap), and tanh itself."""
+    softcap = tl.cast(softcap, tl.float32)  # compilers hand over numbers of Python in float64
     t = 2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0
     return softcap * t, t
 
