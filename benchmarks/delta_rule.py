@@ -57,17 +57,12 @@ def facts() -> dict[str, Any]:
     return {**version, "device": torch.cuda.get_device_name() if CUDA else "cpu", "commit": run.stdout.strip()}
 
 
-def override_fla() -> bool:
-    """Let flash-linear-attention run where it refuses to. Whether it had refused."""
-    if not importlib.util.find_spec("fla"):
-        return False
-    module = importlib.import_module("fla.ops.common.chunk_o")
-    refuses = (
-        module.IS_NVIDIA_HOPPER and module.TRITON_ABOVE_3_4_0 and not module.TRITON_ABOVE_3_7_1 and not importlib.util.find_spec("tilelang")
-    )
-    if refuses:
-        module.TRITON_ABOVE_3_7_1 = True  # type: ignore[attr-defined]
-    return bool(refuses)
+def override_fla() -> str | None:
+    """Let flash-linear-attention run where it refuses to. Why it had refused."""
+    refused = peers.fla_refuses_here()
+    if refused:
+        importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True  # type: ignore[attr-defined]
+    return refused
 
 
 # ---------------------------------------------------------------- implementations
@@ -267,7 +262,13 @@ def main() -> int:
     if given.debug_sizes:
         lengths, heads, width, channels, rounds = (70, 26), 1, 64, 32, 1
     problem = Problem(lengths, heads, width, torch.bfloat16 if CUDA else torch.float32)
-    found: dict[str, Any] = {**facts(), "documents": lengths, "heads": heads, "width": width, "overridden": CUDA and override_fla()}
+    found: dict[str, Any] = {
+        **facts(),
+        "documents": lengths,
+        "heads": heads,
+        "width": width,
+        "overridden": override_fla() if CUDA else None,
+    }
     runs = problem.implementations()
     if given.inverse:
         from intarsia_kernels.delta_rule import settings

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from intarsia import ops, plugins
 from intarsia.config import ModelConfig
+from invariant import function_of
 from timing import milliseconds
 from torch import Tensor
 
@@ -20,12 +20,6 @@ ATTENTION = {
     "cuda": ("attention/blocks", "attention/blocks_flash", "attention/unsplit", "sdpa", "sdpa, deterministic algorithms"),
 }
 LINEAR = {"cpu": ("linear/tiled", "reference"), "cuda": ("linear/unsplit", "linear/ascending", "reference")}
-
-
-def function_of(op: str, name: str) -> Callable[..., Any]:
-    """A kernel by name, called as the operator calls it."""
-    found = plugins.current()
-    return ops.operators()[op].reference if name == "reference" else found.target(found.registry("kernel").find(name, op=op))
 
 
 def probe(model: ModelConfig, device: torch.device, dtype: str, rows: int, row: int) -> dict[str, Any]:

@@ -32,12 +32,7 @@ class TestShortConv(KernelConformance):
     op, entry = "short_conv", "intarsia-kernels:short_conv/triton"
 
 
-def refused_by_fla() -> str | None:
-    """Why flash-linear-attention does not go back here; None where it does, or is not installed."""
-    return peers._fla_refuses(128, 128) if importlib.util.find_spec("fla") else None
-
-
-@pytest.mark.skipif(bool(refused_by_fla()), reason=f"flash-linear-attention refuses {refused_by_fla()}")
+@pytest.mark.skipif(bool(peers.fla_refuses_here()), reason=f"flash-linear-attention refuses {peers.fla_refuses_here()}")
 class TestFla(KernelConformance):
     op, entry = "gated_delta_rule", "intarsia-kernels:gated_delta_rule/fla"
 
@@ -89,7 +84,7 @@ def test_every_width(keys: int, values: int, dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not importlib.util.find_spec("fla"), reason="flash-linear-attention is an alternative that need not be installed")
 def test_errors_are_no_larger_than_those_of_fla() -> None:
     inputs, documents_BS = drawn(4096, 4, 128, 128, torch.bfloat16), documents_of((1024, 3000, 72))
-    back = not refused_by_fla()
+    back = not peers.fla_refuses_here()
     exact = results(reference, inputs, documents_BS, torch.float64, back=back)
     mine, theirs = (errors(results(each, inputs, documents_BS, back=back), exact) for each in (gated_delta_rule, peers.fla))
     assert all(mine[name] <= 1.05 * theirs[name] for name in exact), (mine, theirs)

@@ -76,7 +76,6 @@ def gradients_kernel(
         dq = tl.dot(dy, tl.load(state_rows(states_pointer, at, column, K, V, BLOCK_V)), dq, input_precision=PRECISION)
         dscores = tl.dot(dy, new_VC, dscores, input_precision=PRECISION)
         turned = tl.dot(tl.trans(new_VC), tl.trans(dy), turned, input_precision=PRECISION)
-    q, k = rows_of(q_pointer, place, real, K, K, 0), rows_of(k_pointer, place, real, K, K, 0)
     q_inverse, k_inverse = factor(factors_pointer, at, 4, C), factor(factors_pointer, at, 5, C)
     power, power_turned = _powers(
         factors_pointer, decay_pointer, ordinals_pointer, chunk, at, place, real, k_inverse, C, DOCUMENTS, EXACT

@@ -97,13 +97,16 @@ def run_fla(
 
 
 def _fla_refuses(keys: int, values: int) -> str | None:
-    if keys > WIDEST:
-        return f"keys of width {keys}; it takes up to {WIDEST}"
-    if not importlib.util.find_spec("fla"):
-        return None  # Its entry says what is missing.
+    return f"keys of width {keys}; it takes up to {WIDEST}" if keys > WIDEST else fla_refuses_here()
+
+
+@functools.cache
+def fla_refuses_here() -> str | None:
+    """Why flash-linear-attention does not go back with the Triton and the GPU of this process; None where it does, or is not installed (its entry says so)."""
+    if not importlib.util.find_spec("fla") or importlib.util.find_spec("tilelang"):
+        return None
     known = vars(importlib.import_module("fla.utils"))
-    wrong = known.get("IS_NVIDIA_HOPPER") and known.get("TRITON_ABOVE_3_4_0") and not known.get("TRITON_ABOVE_3_7_1", True)
-    if wrong and not importlib.util.find_spec("tilelang"):
+    if known.get("IS_NVIDIA_HOPPER") and known.get("TRITON_ABOVE_3_4_0") and not known.get("TRITON_ABOVE_3_7_1", True):
         return "Triton from 3.4.0 to 3.7.0 on Hopper, with which its backward pass would be wrong; it needs 3.7.1 or tilelang"
     return None
 
