@@ -2,19 +2,15 @@
 
 Attention: the narrow projections `wq_a` and `wkv_a` work on the rank's own tokens and gather their results, so that latents cross the wire and not the residual
 stream; from there on every rank has all tokens and its own heads. The rotated key is one for all heads, and like the latents' norms it is computed on every
-rank, each with its own heads' share of the gradient. Shared experts are whole and work on the rank's own tokens, as routed ones do.
+rank, each with its own heads' share of the gradient.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from intarsia_models_common.config import BlockConfig, MLAConfig, SwiGLUConfig
-from intarsia_models_common.moe.config import MoEConfig
+from intarsia_models_common.sharding import Row, feed_forward_rows, norm_rows
 
 from intarsia_deepseek_v3.config import DeepSeekV3Config
-
-Row = tuple[str, str, dict[str, Any]]
 
 
 def table(config: DeepSeekV3Config) -> tuple[Row, ...]:
@@ -33,17 +29,11 @@ def table(config: DeepSeekV3Config) -> tuple[Row, ...]:
 
 def _block(place: str, every: str, block: BlockConfig) -> list[Row]:
     """Rows of one block. What only some blocks have under a name that others use for something else is named by its `place`, the rest by a pattern."""
-    rows: list[Row] = [(f"{every}.attention_norm", "sequence", {}), (f"{every}.feed_forward_norm", "sequence", {})]
+    rows = norm_rows(every)
     if isinstance(block.attention, MLAConfig):
         rows += _attention(f"{place}.attention", f"{every}.attention", block.attention.q_rank is not None)
-    if isinstance(block.feed_forward, SwiGLUConfig):
-        rows += [(f"{place}.feed_forward", "region", {})]
-        rows += [(f"{every}.feed_forward.{name}", role, {}) for name, role in (("w1", "column"), ("w3", "column"), ("w2", "row"))]
-    if isinstance(block.feed_forward, MoEConfig):
-        rows += [(f"{every}.feed_forward.router", "sequence", {}), (f"{every}.feed_forward.experts", "expert", {})]
-        if isinstance(block.feed_forward.shared, SwiGLUConfig):
-            rows += [(f"{every}.feed_forward.shared.{name}", "sequence", {}) for name in ("w1", "w3", "w2")]
-    return rows
+    where = place if isinstance(block.feed_forward, SwiGLUConfig) else every
+    return rows + feed_forward_rows(f"{where}.feed_forward", block.feed_forward)
 
 
 def _attention(place: str, every: str, query_latent: bool) -> list[Row]:
