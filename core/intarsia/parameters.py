@@ -359,7 +359,7 @@ def _draw(text: str, length: int, init: Init) -> Tensor:
 
 
 def _in_threads(draw: Callable[[int], Tensor], chunks: Sequence[int]) -> Iterator[Tensor]:
-    """`draw` of each chunk, in order, on as many threads as torch computes with; so many are held at once."""
+    """`draw` of each chunk, in order, on as many threads as torch computes with; at most twice as many are held at once."""
     threads = min(torch.get_num_threads(), len(chunks))
     if threads < 2:
         yield from map(draw, chunks)
