@@ -25,24 +25,22 @@ from intarsia_testing.model import fill
 from safetensors.torch import save_file
 
 SEEING, TEXT = qwen3_5.debug(), qwen3_5.text_debug()
-RELEASED_IMAGES: dict[str, Any] = {
-    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+BOTH = {
     "patch_size": 16,
     "temporal_patch_size": 2,
     "merge_size": 2,
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
     "processor_class": "Qwen3VLProcessor",
+}
+RELEASED_IMAGES: dict[str, Any] = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    **BOTH,
     "image_processor_type": "Qwen2VLImageProcessorFast",
 }
 RELEASED_VIDEOS: dict[str, Any] = {
     "size": {"longest_edge": 25165824, "shortest_edge": 4096},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "processor_class": "Qwen3VLProcessor",
+    **BOTH,
     "video_processor_type": "Qwen3VLVideoProcessor",
 }
 OTHER = chz.replace(small_processor(), max_pixels=4096, video_max_pixels=16384, mean=(0.25, 0.5, 0.75), fps=1.5, max_frame_tokens=9)
