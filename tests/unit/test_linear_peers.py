@@ -103,7 +103,8 @@ def test_rows_documents_counts_and_states_go_through(name: str, normalise: bool,
 
 
 @pytest.mark.parametrize("name", ["fla", "attn_gym"])
-def test_signatures_and_what_is_refused(name: str) -> None:
+def test_signatures_and_what_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "fla_refuses_here", lambda: None)
     function = getattr(peers, name)
     assert inspect.signature(function).parameters.keys() == inspect.signature(reference).parameters.keys()
 
@@ -118,3 +119,26 @@ def test_signatures_and_what_is_refused(name: str) -> None:
     assert refused(64, 64, tokens=0) == "no tokens"
     assert "512" in (refused(512, 64) or "")
     assert (refused(64, 128) is None) == (name == "fla")
+
+
+def test_fla_is_refused_where_it_refuses_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"fla"}
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name if name in found else None)
+    q, share = torch.zeros(1, 4, 1, 64, dtype=torch.float16), torch.zeros(1, 4, 1)
+
+    def refused(hopper: bool, fixed: bool) -> str | None:
+        utilities = types.ModuleType("fla.utils")
+        vars(utilities).update(IS_NVIDIA_HOPPER=hopper, TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=fixed)
+        monkeypatch.setitem(sys.modules, "fla.utils", utilities)
+        peers.fla_refuses_here.cache_clear()
+        return peers.fla.supports(q, q, q, share, share, scale=1.0, normalise=True)  # type: ignore[attr-defined,no-any-return]
+
+    try:
+        assert "it needs 3.7.1 or tilelang" in (refused(True, False) or "")
+        assert refused(True, True) is None and refused(False, False) is None
+        found.add("tilelang")
+        assert refused(True, False) is None
+        found.clear()
+        assert refused(True, False) is None, "it is not installed, which its entry says"
+    finally:
+        peers.fla_refuses_here.cache_clear()
