@@ -51,6 +51,8 @@ class Piece(Protocol):
 
 
 NAME = "PagedContext of the generator `local`"
+IN_A_LINE = {"positions_3N": "positions_3BS", "visual_N": "visual_BS"}
+"""What is given of tokens in a line, and how the model asks for it."""
 
 
 def specs_of(model: nn.Module) -> dict[str, MixerSpec]:
@@ -168,9 +170,8 @@ class PagedContext:
     @staticmethod
     def _arranged(extra: Mapping[str, Any], in_rows: bool) -> Mapping[str, Any]:
         """What is given of tokens in a line, as they lie in the call."""
-        lines = {f"{name[:-1]}BS": extra[name] for name in ("positions_3N", "visual_N") if name in extra}
-        arranged = {name: line[..., None] if in_rows else line.unsqueeze(-2) for name, line in lines.items()}
-        return {**{name: value for name, value in extra.items() if not name.endswith("N")}, **arranged}
+        dim = -1 if in_rows else -2
+        return {IN_A_LINE.get(name, name): value.unsqueeze(dim) if name in IN_A_LINE else value for name, value in extra.items()}
 
     def _update_table(self, chunk: Piece) -> None:
         blocks, row = chunk.blocks, chunk.row
