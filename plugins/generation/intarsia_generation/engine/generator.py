@@ -88,6 +88,7 @@ class LocalGenerator:
                 raise
         finally:
             self._ids.discard(request.id)
+            self._loading.pop(request.id, None)
 
     async def abort(self, requests: Sequence[str] | None = None) -> None:
         """See the contract."""
@@ -147,11 +148,7 @@ class LocalGenerator:
     async def _look(self, request: Request) -> Sight:
         """Load what a request shows, beside the loop; an abort that comes meanwhile is noted in `_loading`. See `look` for what cannot be used."""
         self._loading[request.id] = False
-        try:
-            return await asyncio.to_thread(look, request, self._processor, self._patches)
-        except BaseException:
-            self._loading.pop(request.id, None)
-            raise
+        return await asyncio.to_thread(look, request, self._processor, self._patches)
 
     def _stop_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
