@@ -1,4 +1,4 @@
-"""Offers the command `generate` and the generator `local`. Torch-free."""
+"""Offers the command `generate`, the operator `paged_attention` and the generator `local`. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ def offer_commands() -> Sequence[Entry]:
             name="generate",
             target="intarsia_generation.cli:command",
             doc="Write text with a run's, a checkpoint's or a Hugging Face folder's model.",
+        )
+    ]
+
+
+@hookimpl
+def offer_operators() -> Sequence[Entry]:
+    """Attention as the embedded generator's caches lie."""
+    return [
+        Entry(
+            name="paged_attention",
+            target="intarsia_generation.paged:paged_attention",
+            doc="Attention of new tokens over caches that lie in blocks.",
         )
     ]
 

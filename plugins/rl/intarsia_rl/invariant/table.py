@@ -43,6 +43,7 @@ def _cuda(op: str, why: str, kernel: str = REFERENCE, **environment: str) -> Row
 _ROW_BY_ROW = "Each row or element by itself, by exact roundings and functions that do not depend on where it lies."
 _BY_SEGMENT = "Each segment in a call of its own, whose shapes are the segment's."
 _BY_LINEAR = "By what is in force for linear."
+_BY_ATTENTION = "By what is in force for attention, over the entries as they lie in order."
 _REFUSED = "intarsia-rl:gated_delta_rule/refused"
 _NONE = "Refused: its sums depend on where in a chunk a token lies. No component of this table calls it."
 
@@ -63,6 +64,7 @@ ROWS = (
     _cpu("embedding", "A copy.", REFERENCE),
     _cpu("permute", "A copy.", REFERENCE),
     _cpu("combine", "A token's rows are summed in the order of its choices.", REFERENCE),
+    _cpu("paged_attention", _BY_ATTENTION, REFERENCE),
     _cpu("scaled_linear", _BY_LINEAR, REFERENCE),
     _cpu("scaled_grouped_linear", "By what is in force for grouped_linear.", REFERENCE),
     _cpu("short_conv", "Element by element, the taps in their order; silu by the exponential.", REFERENCE),
@@ -86,6 +88,7 @@ ROWS = (
         "attention", "As attention/blocks, whose bits it has; gradients by flash attention in one order of sums.", "attention/blocks_flash"
     ),
     _cuda("attention", "Flash attention over packed keys, never split and never packed by groups.", "attention/unsplit"),
+    _cuda("paged_attention", _BY_ATTENTION),
     _cuda("swiglu", _ROW_BY_ROW, "swiglu/triton"),
     _cuda("swiglu", _ROW_BY_ROW),
     _cuda("cross_entropy", f"{_BY_LINEAR} log_softmax row by row.", "cross_entropy/by_linear"),
