@@ -9,19 +9,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import chz
 import pytest
 from intarsia.config import Recipe
 from intarsia.errors import UsageError
 from intarsia.plugins import current
 from intarsia_eager.config import WholeConfig
 from intarsia_generation.engine.config import LocalConfig
+from intarsia_rl import media
 from intarsia_rl.contracts import Generator, GeneratorContext, ProcessDied, Request, Sampling
 from intarsia_rl.processes.config import LocalProcessesConfig
 from intarsia_rl.processes.plain import plain_config, plain_recipe
 from intarsia_rl.processes.remote import RemoteGenerator
 from intarsia_testing import GeneratorConformance
 
-from tests.support.small_models import dense, recipe_of
+from tests.support.media import image
+from tests.support.small_models import dense, recipe_of, seeing
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
@@ -107,6 +110,29 @@ def test_promises_are_kept_by_two_processes() -> None:
         assert gone(process.pid) and gone(other)
     finally:
         Cut.teardown_class()
+
+
+def test_two_processes_see_what_one_sees() -> None:
+    """An image that the border of a step cuts: the very tokens, and log-probabilities up to the rounding of sums over ranks."""
+    run = seeing("qwen3_vl/debug")
+    context = GeneratorContext(run, current(), initial=True)
+    processor = media.processor_of(run.data, run.model, current())
+    assert processor is not None
+    shown = image(64, 96)
+    ids = [*processor.tokenizer.encode("What is "), *processor.as_ids((shown,)), *processor.tokenizer.encode("?")]
+    request = Request("one", tuple(ids), Sampling(8), media=media.placed(ids, [shown], processor))
+    assert CONFIG.max_batch_tokens < len(ids) + 8 <= CONFIG.max_tokens
+
+    async def ask(config: LocalConfig) -> Any:
+        generator = await RemoteGenerator.connect(await start(config, context))
+        try:
+            assert "media" in generator.facts.capabilities
+            return await generator.generate(request)
+        finally:
+            await generator.close()
+
+    found, expected = asyncio.run(ask(CONFIG)), asyncio.run(ask(chz.replace(CONFIG, tensor=1)))
+    assert found.tokens == expected.tokens and found.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
 
 
 async def killed_while_it_runs(generator: Any, victim: int) -> None:

@@ -8,6 +8,7 @@ import chz
 from intarsia.config import Recipe
 from intarsia.plugins import current
 from intarsia_deepseek_v3.config import DeepSeekV3Config, deepseek_v3, v3_router
+from intarsia_eager.config import WholeConfig
 from intarsia_llama3.config import Llama3Config, llama3
 from intarsia_models_common.config import MLAConfig, RopeConfig
 from intarsia_models_common.linear_attention.config import GatedDeltaNetConfig
@@ -47,3 +48,11 @@ def recipe_of(model: Llama3Config | DeepSeekV3Config, **changes: Any) -> Recipe:
     name = "llama3/debug" if isinstance(model, Llama3Config) else "deepseek_v3/debug"
     recipe: Recipe = current().target(current().registry("recipe").find(name))()
     return chz.replace(recipe, model=model, **changes)
+
+
+def seeing(name: str) -> Recipe:
+    """A family's debug recipe, whose processor leaves an image of 64 x 96 pixels as large as it is: 24 features."""
+    recipe: Recipe = current().target(current().registry("recipe").find(name))()
+    loader: Any = recipe.data.loader
+    loader = chz.replace(loader, processor=chz.replace(loader.processor, max_pixels=8192))
+    return chz.replace(recipe, data=chz.replace(recipe.data, loader=loader), sharder=WholeConfig(), kernels={"*": "reference"})

@@ -17,9 +17,11 @@ from _weights import change
 from _weights import recipe_of as resolved
 from intarsia.comm import Communicator
 from intarsia.config import Recipe
+from intarsia.contracts import Media
 from intarsia.errors import DistributedError, NumericsError, UsageError
 from intarsia.layout import slices
 from intarsia.plugins import current
+from intarsia_data.tokenizer import encode_parts
 from intarsia_eager.config import WholeConfig
 from intarsia_generation.engine import build as building
 from intarsia_generation.engine.build import assembled, build
@@ -29,7 +31,9 @@ from intarsia_generation.engine.follower import serve
 from intarsia_generation.engine.generator import LocalGenerator
 from intarsia_generation.engine.ranks import Team
 from intarsia_generation.engine.request import Job
+from intarsia_generation.engine.sight import look
 from intarsia_generation.engine.tensor import Parts
+from intarsia_rl import media
 from intarsia_rl.contracts import Generated, GeneratorContext, GeneratorFacts, Request, Sampling, WeightVersion
 from intarsia_rl.invariant.check import problems
 from intarsia_rl.weights import build as weights_build
@@ -41,7 +45,8 @@ from intarsia_rl.weights.socket import Socket
 from intarsia_testing.communicator import run_ranks
 from torch import Tensor, nn
 
-from tests.support.small_models import dense, experts, recipe_of
+from tests.support.media import encoded, image, noise
+from tests.support.small_models import dense, experts, recipe_of, seeing
 
 PROMPTS = [tuple(range(3, 40)), (5,), tuple(range(3, 17)), tuple(range(40, 49)), tuple(range(3, 40)), (7, 8, 9)]
 SMALL = LocalConfig(block=4, max_sequences=4, max_batch_tokens=19, max_tokens=64, device="cpu")
@@ -124,6 +129,44 @@ def test_ranks_give_what_one_process_gives(kind: str, ranks: int, settings: dict
     assert any(each.cached_tokens for each in found[0]) == (kind != "recurrent" and config.prefix_cache)
 
 
+def seen(engine: Engine, processor: Any) -> list[Generated]:
+    """Requests with images, cut by the borders of steps, a video, text beside, and what is known of an equal one."""
+    frames = Media("video", tuple(encoded(noise(48, 64, number)) for number in range(4)))
+    shown: list[Any] = [
+        ("Two: ", image(64, 96), " and ", image(96, 64, 1), "?"),
+        ("Text alone.",),
+        (frames, "And ", image(64, 64, 2)),
+        ("Two: ", image(64, 96), " and ", image(96, 64, 3), "?"),
+    ]
+    ended: dict[str, Any] = {}
+    for number, parts in enumerate(shown):
+        ids = encode_parts(processor.as_ids(parts), processor.tokenizer.encode, processor.tokenizer.vocab_size)
+        places = media.placed(ids, [part for part in parts if isinstance(part, Media)], processor)
+        request = Request(str(number), tuple(ids), Sampling(6, temperature=float(number % 2), seed=number), media=places)
+        sight = look(request, processor) if places else None
+        engine.add(Job(request, number, None, functools.partial(ended.__setitem__, request.id), sight=sight))
+    while engine.step():
+        pass
+    return [ended[str(number)] for number in range(len(shown))]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl/debug", "qwen3_5/debug"])
+def test_ranks_see_what_one_process_sees(name: str) -> None:
+    """Also with features that are added behind the first blocks. The first rank looks, at each image once."""
+    recipe = seeing(name)
+    processor = media.processor_of(recipe.data, recipe.model, current())
+    config = chz.replace(SMALL, tensor=2, max_tokens=256)
+
+    def work(engine: Engine) -> tuple[list[Generated], int]:
+        return seen(engine, processor), engine.eyes.looks
+
+    expected, found = alone(recipe, config, work), run_ranks(2, functools.partial(together, recipe, config, work))[0]
+    assert found[1] == expected[1] == 5
+    for one, other in zip(found[0], expected[0], strict=True):
+        assert (one.tokens, one.finish, one.cached_tokens) == (other.tokens, other.finish, other.cached_tokens)
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
 class Reader:
     """Weights that another run has left."""
 
@@ -181,11 +224,12 @@ def test_an_idle_generator_tells_the_others_that_it_lives() -> None:
         team = engine.team
         assert team is not None
         team.beat_s, tell = 0.02, team._tell
-        team._tell = lambda message: (told.append(message["do"]), tell(message))[1]  # type: ignore[method-assign]
+        team._tell = lambda message, *behind: (told.append(message["do"]), tell(message, *behind))[1]  # type: ignore[method-assign]
         generator = LocalGenerator(engine, GeneratorFacts("local", 264, 64, 4))
 
         async def run() -> int:
-            await asyncio.sleep(0.5)
+            while told.count("wait") < 3:
+                await asyncio.sleep(0.01)
             return len((await generator.generate(Request("one", (5, 6), Sampling(4)))).tokens)
 
         async def whole() -> int:

@@ -200,14 +200,12 @@ def test_only_a_medium_that_cannot_be_used_is_laid_to_the_environment(error: Exc
 
 
 def test_generators_that_do_not_see_are_refused(tmp_path: Path) -> None:
-    """By the loop, for one without the capability; by `local`, for one that is cut over processes, and for a model without a tower."""
+    """By the loop, for one without the capability; by `local`, for a model without a tower."""
     recipe, plugins = drawn_debug(), current()
     generators, workers = ScriptedGenerators(lambda request: Said(WROTE)), InProcessWorkers(Shows())
     algorithm = plugins.build(recipe.loss.algorithm)  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=r"generator '\w+' serves text alone \(capability `media`\)"):
         asyncio.run(parts_of(recipe, plugins, tmp_path, generators, workers, algorithm))
-    with pytest.raises(UsageError, match=r"generator\.tensor=2: a generator that is cut over processes serves text alone"):
-        build(LocalConfig(tensor=2, device="cpu"), GeneratorContext(recipe, plugins))
     loader: Any = recipe.data.loader
     blind = arithmetic_debug()
     blind = chz.replace(blind, data=chz.replace(blind.data, loader=chz.replace(blind.data.loader, processor=loader.processor)))

@@ -41,11 +41,6 @@ def build(config: LocalConfig, context: GeneratorContext) -> LocalGenerator:
     processor = processor_of(recipe.data, recipe.model, plugins)
     team = None
     if config.tensor > 1:
-        if processor is not None:
-            raise UsageError(
-                f"generator.tensor={config.tensor}: a generator that is cut over processes serves text alone, and the run has data.loader.processor. Use generator.tensor=1, and more generators "
-                "(data.loader.generators)."
-            )
         if context.invariant:
             raise UsageError(f"The generator cannot be batch-invariant: {cut_text(config.tensor)}")
         from intarsia_generation.engine.ranks import Team

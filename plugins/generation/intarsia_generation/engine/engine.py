@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from intarsia import ops
@@ -181,17 +181,18 @@ class Engine:
         parts = [[chunk for chunk in chunks if chunk.decode == is_decode] for is_decode in (True, False)]
         calls = [sorted(part, key=arrangement) for part in parts if part]
         wanted = [rows_of(call) for call in calls]
+        extras = [self.eyes.extra_of(call) for call in calls]
         if self.team is not None:
-            self.team.step([(call, [row.place for row in some]) for call, some in zip(calls, wanted, strict=True)])
-        for call, some in zip(calls, wanted, strict=True):
-            hidden.append(self._computed(call, some, unsound))
+            self.team.step([(call, [row.place for row in some], extra) for call, some, extra in zip(calls, wanted, extras, strict=True)])
+        for call, some, extra in zip(calls, wanted, extras, strict=True):
+            hidden.append(self._computed(call, extra, some, unsound))
             rows += some
         tokens, log_probs = decide(self.runner.logits, torch.cat(hidden) if len(hidden) > 1 else hidden[0], rows)
         return rows, tokens, log_probs, unsound
 
-    def _computed(self, chunks: Sequence[Chunk], rows: Sequence[Row], unsound: list[Job]) -> Tensor:
-        """Run the model on chunks of one kind; the hidden states of `rows`, those that decide something."""
-        hidden_ND = self.runner.hidden(chunks, self.eyes.extra_of(chunks))
+    def _computed(self, chunks: Sequence[Chunk], extra: Mapping[str, Any] | None, rows: Sequence[Row], unsound: list[Job]) -> Tensor:
+        """Run the model on chunks of one kind and what they show; the hidden states of `rows`, those that decide something."""
+        hidden_ND = self.runner.hidden(chunks, extra)
         for chunk in chunks:
             self.prompt_tokens += max(0, min(chunk.end, chunk.job.prompt) - chunk.start)
         if len(rows) < hidden_ND.shape[0]:

@@ -73,7 +73,7 @@ def serve(config: LocalConfig, context: GeneratorContext, world: Communicator) -
     from intarsia_rl.contracts import WeightVersion
 
     from intarsia_generation.engine.build import assembled
-    from intarsia_generation.engine.ranks import hear
+    from intarsia_generation.engine.ranks import hear, hear_extra
     from intarsia_generation.engine.runner import Runner
     from intarsia_generation.engine.tensor import Parts
 
@@ -87,7 +87,8 @@ def serve(config: LocalConfig, context: GeneratorContext, world: Communicator) -
         message = hear(world)
         match message["do"]:
             case "step":
-                compute(runner, made.choices, seats, message["calls"])
+                extras = [hear_extra(world, call["extra"], made.device) for call in message["calls"]]
+                compute(runner, made.choices, seats, message["calls"], extras)
             case "fill":
                 # The first rank tells of what went wrong, here or there.
                 parts.fill(made.model, WeightVersion(**message["weights"]), context.plugins)
@@ -125,15 +126,18 @@ class Seats:
         return Told(row, start, end, decode, self._blocks[row], tokens)
 
 
-def compute(runner: Any, choices: Any, seats: Seats, calls: Sequence[dict[str, Any]]) -> None:
-    """A step: this rank's part of the model's calls, and of the logits, of which the first rank chooses."""
+def compute(runner: Any, choices: Any, seats: Seats, calls: Sequence[dict[str, Any]], extras: Sequence[Any]) -> None:
+    """A step: this rank's part of the model's calls, with what each is given besides tokens, and of the logits, of which the first rank chooses."""
     import torch
     from intarsia import ops
 
     from intarsia_generation.engine.chosen import ROWS
 
     with torch.no_grad(), ops.installed(choices):
-        hidden = [runner.chosen(runner.hidden([seats.piece(*piece) for piece in call["pieces"]]), call["places"]) for call in calls]
+        hidden = [
+            runner.chosen(runner.hidden([seats.piece(*piece) for piece in call["pieces"]], extra), call["places"])
+            for call, extra in zip(calls, extras, strict=True)
+        ]
         hidden_ND = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
         for first in range(0, hidden_ND.shape[0], ROWS):
             runner.logits(hidden_ND[first : first + ROWS])

@@ -1,7 +1,7 @@
 """Several processes as one generator: the first plans and chooses tokens, all compute.
 
 The first rank is the generator's own process. It starts the others (`follower`), tells them of every step and every weights' version before it does the same itself, and waits for nothing but
-the collectives of the model. They share one fate: where one of them ends, or a step fails, so that nobody knows where the others stand, the generator's process ends with the reason, as one that was
+the collectives of the model. It alone looks at images, since a tower is whole on every rank; their features go to the others with the tokens that they stand for. They share one fate: where one of them ends, or a step fails, so that nobody knows where the others stand, the generator's process ends with the reason, as one that was
 killed; who keeps generators starts another one. Each follower ends with the first rank, however that ends.
 """
 
@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +27,7 @@ from intarsia_rl.contracts import GeneratorContext, WeightVersion
 from intarsia_rl.processes.child import Child, status_text
 from intarsia_rl.processes.local import environment_of
 from intarsia_rl.processes.plain import plain_config, plain_recipe
-from torch import nn
+from torch import Tensor, nn
 
 from intarsia_generation.engine.config import LocalConfig
 from intarsia_generation.engine.context import Piece
@@ -43,6 +43,11 @@ CLOSE_S = 10.0
 """How long the others may take to end."""
 
 HOST = "127.0.0.1"
+
+FEATURES, SHOWN = "features", "what requests show"
+
+Extra = Mapping[str, Any]
+"""What a context is given with tokens: see `sight.Eyes.extra_of`."""
 
 
 class Team:
@@ -84,14 +89,20 @@ class Team:
 
     # ------------------------------------------------------------ what all do
 
-    def step(self, calls: Sequence[tuple[Sequence[Piece], Sequence[int]]]) -> None:
-        """A step begins: calls of the model, each with its pieces and the places of the tokens whose hidden states are wanted."""
-        self._tell(
+    def step(self, calls: Sequence[tuple[Sequence[Piece], Sequence[int], Extra | None]]) -> None:
+        """A step begins: calls of the model, each with its pieces, the places of the tokens whose hidden states are wanted, and what a context is given besides."""
+        shown = [tensors_of(extra or {}) for _, _, extra in calls]
+        told = [
             {
-                "do": "step",
-                "calls": [{"pieces": [self._plain(piece) for piece in pieces], "places": list(places)} for pieces, places in calls],
+                "pieces": [self._plain(piece) for piece in pieces],
+                "places": list(places),
+                "extra": {
+                    name: [[str(each.dtype).removeprefix("torch."), each.shape] for each in tensors] for name, tensors in named.items()
+                },
             }
-        )
+            for (pieces, places, _), named in zip(calls, shown, strict=True)
+        ]
+        self._tell({"do": "step", "calls": told}, [tensor for named in shown for tensors in named.values() for tensor in tensors])
 
     def clear(self) -> None:
         """Caches are cleared."""
@@ -117,9 +128,11 @@ class Team:
         self._known[piece.row] = piece.blocks, len(piece.blocks)
         return [piece.row, piece.start, piece.end, piece.decode, is_fresh, piece.blocks[0 if is_fresh else known :], list(piece.tokens)]
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _tell(self, message: dict[str, Any], behind: Sequence[Tensor] = ()) -> None:
         try:
             self._send(message)
+            for tensor in behind:
+                self.world.broadcast(tensor, 0, SHOWN)
         except Exception as error:
             self.end(error)
 
@@ -163,6 +176,21 @@ def hear(world: Communicator) -> dict[str, Any]:
     world.broadcast(data, 0, "plan")
     message: dict[str, Any] = json.loads(data.numpy().tobytes())
     return message
+
+
+def hear_extra(world: Communicator, told: Mapping[str, Sequence[Any]], device: torch.device) -> Extra | None:
+    """What a context is given besides tokens, of whose tensors the first rank told dtypes and shapes."""
+    found: dict[str, Any] = {}
+    for name, tensors in told.items():
+        made = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in tensors]
+        first, *further = (world.broadcast(tensor, 0, SHOWN) for tensor in made)
+        found[name] = (first, tuple(further)) if name == FEATURES else first
+    return found or None
+
+
+def tensors_of(extra: Extra) -> dict[str, list[Tensor]]:
+    """The tensors of what `Eyes.extra_of` gives, by name: one each, but of features there are several."""
+    return {name: [value[0], *value[1]] if name == FEATURES else [value] for name, value in extra.items()}
 
 
 def end_process(text: str) -> NoReturn:
