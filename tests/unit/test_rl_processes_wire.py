@@ -21,6 +21,12 @@ from intarsia_rl.processes.wire import HELLO, NONCE, PROOF, Connection, Connecti
 LIMIT = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """How long a stranger is borne is no matter here."""
+    monkeypatch.setattr("intarsia_rl.processes.wire.HANDSHAKE_S", 600.0)
+
+
 async def pair(limit: int = LIMIT) -> tuple[Connection, Connection]:
     ours, theirs = socket.socketpair()
     return await Connection.over(ours, limit), await Connection.over(theirs, limit)
@@ -163,16 +169,17 @@ def test_a_listener_that_does_not_hold_the_token_is_left():
                 await dial(*server.sockets[0].getsockname(), new_token(), LIMIT)
             server.close()
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+            free.bind(("127.0.0.1", 0))  # and does not listen; held, so that nobody else does meanwhile
             port = free.getsockname()[1]
-        with pytest.raises(ConnectionLost, match=f"127.0.0.1:{port}"):
-            await dial("127.0.0.1", port, new_token(), LIMIT)
+            with pytest.raises(ConnectionLost, match=f"127.0.0.1:{port}"):
+                await dial("127.0.0.1", port, new_token(), LIMIT)
 
     asyncio.run(main())
 
 
-def test_a_process_that_was_started_elsewhere_dials_in():
+def test_a_process_that_was_started_elsewhere_dials_in(monkeypatch):
     """What a launcher for other machines does: the token goes over standard input, the connection comes back."""
+    monkeypatch.setattr("intarsia_rl.processes.calls.LINGER_S", 600.0)  # it ends by itself, however long that takes
 
     async def main():
         token = new_token()
@@ -184,11 +191,11 @@ def test_a_process_that_was_started_elsewhere_dials_in():
         child.stdin.write(token.hex().encode() + b"\n")
         child.stdin.close()
         ended = asyncio.get_running_loop().run_in_executor(None, lambda: f"it ended with exit code {child.wait()}")
-        process = ConnectedProcess("far", await asyncio.wait_for(listener.connection(), 30), ended, child.kill)
-        await process.begin("intarsia_testing.rl_doubles:nothing", {}, 30.0)
+        process = ConnectedProcess("far", await asyncio.wait_for(listener.connection(), 600), ended, child.kill)
+        await process.begin("intarsia_testing.rl_doubles:nothing", {}, 600.0)
         assert await process.call("ping") is None
         process._connection.close()  # the network fails, or the starter's machine
-        assert "exit code 1" in await asyncio.wait_for(process.died(), 10)
+        assert "exit code 1" in await asyncio.wait_for(process.died(), 600)
         assert b"far: the process that started this one is gone" in child.stderr.read()
         child.stderr.close()
 

@@ -16,7 +16,7 @@ from typing import IO, Any
 from intarsia.plugins import child_environment
 from intarsia.train.signals import LAUNCHER
 
-GRACE_S = 10.0
+GRACE_S = 30.0
 """How long the others may go on after one rank has failed: they may be about to report the same error."""
 
 

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -31,6 +32,9 @@ LINES = 40
 
 MOST_LOG_BYTES = 64 << 20
 """Largest log file of one process; what comes later is left out."""
+
+READ_S = 60.0
+"""How long a dead process's last lines may be on their way here: longer only where something that it left behind never stops printing."""
 
 
 class LocalProcesses:
@@ -97,8 +101,8 @@ class _End:
 
     def _words(self, status: int) -> str:
         reason = f"it {'ended with' if status >= 0 else 'was ended by'} {status_text(status)}"
-        last = self._output.last() if status else ""
-        return f"{reason}; its last words:\n{last}" if last else reason
+        last = self._output.last()
+        return f"{reason}; its last words:\n{last}" if status and last else reason
 
 
 class Output:
@@ -107,29 +111,49 @@ class Output:
     def __init__(self, descriptor: int, path: Path | None) -> None:
         self._lines: collections.deque[str] = collections.deque(maxlen=LINES)
         self._descriptor, self._path = descriptor, path
+        # Closing one end of it asks the reader to say when nothing is left: whoever else still holds the process's output keeps it from ending.
+        self._asked, self._ask = os.pipe()
+        self._is_read = threading.Event()
         self._thread = threading.Thread(target=self._read, name="output", daemon=True)
         self._thread.start()
 
     def last(self) -> str:
-        """The last lines, once the process has ended."""
-        self._thread.join(1.0)
-        return "\n".join(f"  | {line}" for line in self._lines)
+        """The last lines, once the process has ended: all that it wrote has been read. Called once."""
+        os.close(self._ask)
+        self._is_read.wait(READ_S)
+        return "\n".join(f"  | {line}" for line in list(self._lines))
 
     def _read(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, self._descriptor)
+            stack.callback(self._is_read.set)
+            for each in (self._descriptor, self._asked):
+                stack.callback(os.close, each)
             log = None
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 log = stack.enter_context(open(self._path, "ab"))
+            poll = select.poll()
+            for each in (self._descriptor, self._asked):
+                poll.register(each, select.POLLIN)
             begun, written = b"", 0
-            while chunk := os.read(self._descriptor, 1 << 16):
+            while True:
+                if self._descriptor in dict(poll.poll()):
+                    if not (chunk := os.read(self._descriptor, 1 << 16)):
+                        break
+                else:  # asked, and there is nothing more: what it left behind may still print
+                    poll.unregister(self._asked)
+                    self._keep([begun] if begun else [])
+                    begun = b""
+                    self._is_read.set()
+                    continue
                 if log is not None and written < MOST_LOG_BYTES:
                     written += len(chunk)
                     log.write(chunk if written < MOST_LOG_BYTES else b"\n... the rest is left out\n")
                     log.flush()
                 *lines, begun = (begun + chunk).split(b"\n")
-                self._lines.extend(cut(line.decode(errors="replace"), 500) for line in lines[-LINES:])
+                self._keep(lines)
                 begun = begun[-4096:]
-            if begun:
-                self._lines.append(cut(begun.decode(errors="replace"), 500))
+            self._keep([begun] if begun else [])
+
+    def _keep(self, lines: list[bytes]) -> None:
+        self._lines.extend(cut(line.decode(errors="replace"), 500) for line in lines[-LINES:])

@@ -17,7 +17,7 @@ from intarsia_rl.processes.codec import HEAD, CodecError, MessageTooLarge, decod
 HELLO = b"intarsia-rl 1\n"
 NONCE = 32
 PROOF = 32
-HANDSHAKE_S = 20.0
+HANDSHAKE_S = 60.0
 MOST_BLOBS = 1 << 20
 
 
