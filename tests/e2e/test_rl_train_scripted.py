@@ -17,6 +17,7 @@ from intarsia_console.events import read_events
 from intarsia_rl.contracts import Request
 from intarsia_rl.controller.writer import files, read
 from intarsia_rl.processes.local import LocalProcesses
+from intarsia_testing import rl_doubles
 from intarsia_testing.rl_doubles import InProcess, InProcessLauncher, Misbehaves, ScriptedTokens, offered
 
 Train = Callable[..., int]
@@ -180,6 +181,55 @@ def test_generators_and_workers_that_die_cost_nothing(doubles: Doubles, monkeypa
     last = events("run", "rollouts")[5]
     assert last["kills"]["generators"] >= 1 and last["kills"]["workers"] >= 1
     assert all(event["trained_samples"] == 12 for event in events("run", "rollouts").values())
+
+
+def test_what_weighs_more_than_a_message_goes_in_pages(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of a step, and of a checkpoint, have no bound together: routes, images, long contexts."""
+    assert train("whole", "train.steps=4", "data.loader.max_lag=1") == 0
+    calls, sizes, call = [], [], InProcess.call
+    real = rl_doubles.encode
+
+    async def count(self: InProcess, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        calls.append(method)
+        return await call(self, method, *arguments, timeout_s=timeout_s)
+
+    def measure(value: Any, limit: int) -> list[bytes]:
+        made = real(value, limit)
+        sizes.append(sum(map(len, made)))
+        return made
+
+    monkeypatch.setattr(InProcess, "call", count)
+    monkeypatch.setattr(rl_doubles, "encode", measure)
+    monkeypatch.setattr("intarsia_rl.processes.pages.PAGE_BYTES", 4000)
+    assert train("pages", "train.steps=3", "data.loader.max_lag=1") == 0
+    assert main(["train", "--resume", "pages", "--quiet", "train.steps=4"]) == 0
+    assert calls.count("more") > 30 and calls.count("take_up") > 2
+    assert weights("pages", 2) == weights("whole", 2)
+    assert [record["id"] for each in rollouts("pages").values() for record in each] == [
+        record["id"] for each in rollouts("whole").values() for record in each
+    ]
+    biggest = max(sizes)
+    assert all(size < 40_000 for size in sizes), f"{biggest} bytes in one message"
+
+
+def test_a_gap_in_the_mode_that_promises_none_ends_the_run(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The scripted generator's numbers are not the model's."""
+    monkeypatch.setattr("intarsia_rl.invariant.check.check", lambda run: None)
+    assert train("run", "train.steps=2", "data.loader.invariant=true") == 4
+    said = capsys.readouterr().err
+    assert "Step 1: log-probabilities of trainer and generator differ by up to" in said and "intarsia rl parity" in said
+    assert events("run", "rollouts")[1]["gap"] > 0 and not events("run", "step")
+
+
+def test_a_split_without_a_task_to_evaluate_on_is_said(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Misbehaves.tasks
+    monkeypatch.setattr(Misbehaves, "tasks", lambda self, split: real(self, split) if split == "train" else [])
+    assert train("run", "train.steps=2", "data.loader.environment=misbehaves") == 2
+    assert "The environment has no task in its split 'held_out' to evaluate on." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

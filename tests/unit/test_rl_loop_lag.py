@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 from typing import Any
 
 import pytest
-from intarsia.contracts import Task
+from intarsia.contracts import Observation, Task
 from intarsia.errors import PluginError, UsageError
 from intarsia_rl.config import RolloutsConfig
 from intarsia_rl.contracts import Algorithm, Sample, Sampling, Segment
@@ -305,6 +306,30 @@ def test_groups_that_teach_nothing_stop_being_begun_though_nobody_asks() -> None
         ):
             await loop.batch(0)
         assert len(generators.requests) == asked
+
+    run_virtually(run())
+
+
+def test_a_policy_that_never_speaks_ends_the_run_with_who_does() -> None:
+    class Others(OneTurn):
+        def episode(self, task: Task, seed: int) -> Any:
+            episode = super().episode(task, seed)
+            real = episode.reset
+
+            async def reset() -> Observation:
+                return dataclasses.replace(await real(), next_actor="player 1")
+
+            episode.reset = reset  # type: ignore[method-assign]
+            return episode
+
+    loop, _ = world(settings(max_lag=1, barren_rounds=2), slow_tail, Others({"train": TASKS}, lambda task, seed, action: 1.0))
+
+    async def run() -> None:
+        await loop.begin(0)
+        await loop.new_weights(published(0))
+        with pytest.raises(PluginError, match=r"the actor 'policy', whose tokens are trained on, never spoke.*next_actor: 'player 1'"):
+            await loop.batch(0)
+        await loop.close()
 
     run_virtually(run())
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from intarsia.contracts import Limits, Observation, StepResult, Task, ToolSpec, Turn
+from intarsia.contracts import Limits, Media, Observation, StepResult, Task, ToolSpec, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import NumericsError, PluginError, UsageError
 from intarsia_rl.contracts import Generated, Request, Routes, Sample, Sampling
-from intarsia_rl.controller.groups import Player, judge, score_segments
+from intarsia_rl.controller.groups import Player, judge, score_segments, shortened
 from intarsia_rl.controller.rollout import Rules, Try
 from intarsia_rl.controller.seeds import seed_of
 from intarsia_rl.controller.state import sample_from_json, sample_to_json
@@ -209,7 +209,31 @@ def test_a_prompt_that_fills_the_row_is_a_failure_that_says_so() -> None:
     assert "leaves no room for a token: train.sequence_length is 20" in sample.failure.message
 
 
+def test_what_cannot_fit_is_not_tokenised_and_long_texts_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool that prints a hundred megabytes costs its try the next turn, and nobody else their time or memory."""
+    real, seen = MergingTokenizer.encode, []
+    monkeypatch.setattr(MergingTokenizer, "encode", lambda self, text: seen.append(len(text)) or real(self, text))
+    flood = Scripted(asks("q"), [asks("x" * 200_000)])
+    [sample], _ = play(flood, lambda request: Said([97, 514]))
+    assert sample.truncated and sample.failure is None and sample.trained_tokens == 2
+    assert max(seen) < 200_000, "it is longer than the row of 200 tokens can be"
+    kept = sample.turns[-1].content
+    assert isinstance(kept, str) and len(kept) < 70_000 and kept.endswith("... (134,464 characters more)")
+    parts = Turn("tool", ("a" * 70_000, Media("image", b"", "image/png"), "b"))
+    short = shortened(parts)
+    assert len(short.content[0]) < 66_000 and short.content[1:] == parts.content[1:]  # type: ignore[arg-type]
+    [sample], _ = play(Scripted(asks("x" * 200_000), [END]), lambda request: Said([97, 514]))
+    assert sample.failure is not None and "leaves no room for a token" in sample.failure.message
+
+
 # ---------------------------------------------------------------- failures
+
+
+def test_tokens_of_an_observation_that_are_no_ids_fail_their_try_alone() -> None:
+    odd = Observation((Turn("assistant", "a", tokens=(97, 99_999)), Turn("user", "q")))
+    [sample], _ = play(Scripted(odd, [END]), lambda request: Said([97, 514]))
+    assert sample.failure is not None and sample.failure.boundary == "environment"
+    assert "has the tokens (97, 99999), and ids go from 0 to 519" in sample.failure.message
 
 
 @pytest.mark.parametrize("everyone", [False, True])

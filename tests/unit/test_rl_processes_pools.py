@@ -7,16 +7,16 @@ import math
 
 import pytest
 from intarsia import plugins
-from intarsia.contracts import Media, Observation, Task, Turn
+from intarsia.contracts import Limits, Media, Observation, StepResult, Task, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import DistributedError, NumericsError, PluginError, UsageError
 from intarsia_rl.contracts import Request, Sampling, WeightVersion
 from intarsia_rl.processes.config import LeastLoadedConfig
-from intarsia_rl.processes.environment_service import is_number, wrong_observation
+from intarsia_rl.processes.environment_service import is_number, wrong_limits, wrong_observation
 from intarsia_rl.processes.pools import GeneratorPool, Restarts, WorkerPool
 from intarsia_rl.processes.routing import LeastLoaded
 from intarsia_testing import rl_doubles
-from intarsia_testing.rl_doubles import InProcessLauncher, MisbehavesConfig, ScriptedConfig
+from intarsia_testing.rl_doubles import InProcessLauncher, Misbehaves, MisbehavesConfig, MisbehavingEpisode, ScriptedConfig
 from intarsia_testing.rollout_doubles import published, run_virtually
 
 DEADLY, STUCK = 62, 63
@@ -580,6 +580,9 @@ def test_an_environment_that_cannot_be_built_says_why():
         (Observation((Turn("user", "a"), Turn("usr", "b"))), "turn 1 of its observation with the role 'usr'. Did you mean 'user'?"),  # type: ignore[arg-type]
         (Observation(("text",)), "a str as turn 0 of its observation"),  # type: ignore[arg-type]
         (Observation(None), "whose turns are a NoneType"),  # type: ignore[arg-type]
+        (Observation((), tools=("add",)), "a str as a tool of its observation, and no ToolSpec"),  # type: ignore[arg-type]
+        (Observation((), next_actor=None), "whose next_actor is None, and no name"),  # type: ignore[arg-type]
+        (Observation((), next_actor=""), "whose next_actor is ''"),
         ("text", "which is no Observation"),
         (Observation((Turn("user", ("text", Media("image", b"", "image/png"))),)), None),
         (None, None),
@@ -588,6 +591,65 @@ def test_an_environment_that_cannot_be_built_says_why():
 def test_an_observation_that_breaks_its_contract_is_named(observation, words):
     found = wrong_observation(observation)
     assert found is None if words is None else words in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (Limits(turns="3"), "turns='3' must be a whole number of at least 1, or None"),  # type: ignore[arg-type]
+        (
+            Limits(tokens=0, seconds=math.nan),
+            "tokens=0 must be a whole number of at least 1, or None, seconds=nan must be a number above 0, or None",
+        ),
+        (Limits(tokens_per_turn=1.5, seconds_per_turn=0), "tokens_per_turn=1.5"),  # type: ignore[arg-type]
+        ({"turns": 3}, "they are a dict, and no Limits"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused_at_the_start(limits, words, monkeypatch):
+    real = Misbehaves.__init__
+
+    def make(self, config):
+        real(self, config)
+        self.limits = limits
+
+    monkeypatch.setattr(Misbehaves, "__init__", make)
+
+    async def main():
+        with pytest.raises(UsageError) as caught:
+            await workers_of()
+        assert f"The environment's limits cannot be: {words}" in str(caught.value)
+
+    run_virtually(main())
+    assert not wrong_limits(Limits()) and not wrong_limits(Limits(1, 1, 1, 0.5, 2))
+
+
+def test_rubrics_that_are_none_are_told_with_the_environments_name(monkeypatch):
+    monkeypatch.setattr(Misbehaves, "rubrics", lambda self: None)
+
+    async def main():
+        with pytest.raises(PluginError, match=r"environment '.*misbehaves': TypeError"):
+            await workers_of()
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("metrics", [{1: 2.0}, None, {"a": "b"}, {"a": math.inf}])
+def test_metrics_are_finite_numbers_by_name(metrics, monkeypatch):
+    async def step(self, action):
+        return StepResult(None, reward=1.0, ended=True, metrics=metrics)
+
+    monkeypatch.setattr(MisbehavingEpisode, "step", step)
+
+    async def main():
+        pool, _ = await workers_of()
+        episode = pool.episode(task_that(), 0)
+        await episode.reset()
+        with pytest.raises(EnvironmentFailure, match="which are no finite numbers by name"):
+            await episode.step(ACTION)
+        await episode.close()
+        await pool.close()
+
+    run_virtually(main())
 
 
 def test_numbers_of_environments():

@@ -100,6 +100,8 @@ def test_several_of_one_class_have_names_of_their_own():
         distinct(one, one)
     with pytest.raises(UsageError, match="weight"):
         distinct(EachRubric("a", lambda task, turns: 1, weight=math.inf))
+    with pytest.raises(UsageError, match="the weight of 'a' is '1': it must be a finite number"):
+        distinct(EachRubric("a", lambda task, turns: 1, weight="1"))  # type: ignore[arg-type]
 
 
 def test_a_judge_scores(server, monkeypatch):

@@ -25,6 +25,7 @@ from intarsia_rl.controller.service import SERVICE
 from intarsia_rl.controller.state import sample_from_json, sample_to_json
 from intarsia_rl.media import processor_of
 from intarsia_rl.packing import Packing, Weighed, micro_batches
+from intarsia_rl.processes.pages import pages
 from intarsia_rl.processes.plain import plain_recipe
 from intarsia_rl.processes.sync import BlockingProcess
 
@@ -121,7 +122,9 @@ class RolloutsLoader:
 
     def _tell(self, step: int, weights: Any) -> None:
         if not self._begun:
-            facts = self._call("begin", step, self._state or None)
+            for page in pages(list(self._state.items())):
+                self._call("take_up", page)
+            facts = self._call("begin", step)
             self._attached().record("generators", count=self._config.generators, **facts)
         self._call("new_weights", weights)
 
@@ -146,13 +149,16 @@ class RolloutsLoader:
             ) from error
 
     def _ask(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """The controller's answer, on every rank; a collective. `samples` are the contract's."""
+        """The controller's answer, on every rank; a collective for each page of its samples. `samples` are the contract's."""
+        answer = self._shared(method, lambda: self._call(method, *arguments))
+        while page := self._shared(method, lambda: {"samples": self._call("more")})["samples"]:
+            answer["samples"] += page
+        return answer
+
+    def _shared(self, method: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What a call gives on rank 0, on every rank. A collective."""
         answer: dict[str, Any] = {}
-
-        def ask() -> None:
-            answer.update(self._call(method, *arguments))
-
-        self._on_first(ask)
+        self._on_first(lambda: answer.update(call()))
         if self._world.size > 1:
             first = self._world.rank == 0
             sent = {**answer, "samples": [sample_to_json(sample) for sample in answer["samples"]]} if first else None
@@ -190,7 +196,10 @@ class RolloutsLoader:
         """One keyed item, which rank 0 gives: the controller's state, and how much was given out."""
         value: dict[str, Any] = dict(self._state)
         if self._begun and self._world.rank == 0:
-            value = self._call("state")
+            items = self._call("state")["items"]
+            while page := self._call("more"):
+                items += page
+            value = dict(items)
         if value or self._run is None or self._world.rank == 0:
             value["given"] = {"samples": self.samples, "steps": self.steps}
         return [StateItem("data", NAME, "keyed", value)]

@@ -55,8 +55,8 @@ def distinct(*rubrics: Rubric) -> tuple[Rubric, ...]:
     if twice or not all(names):
         raise UsageError(f"rubrics: each needs a name of its own, and they are {names}.")
     for rubric in rubrics:
-        if not math.isfinite(rubric.weight):
-            raise UsageError(f"rubrics: the weight of {rubric.name!r} is {rubric.weight}.")
+        if isinstance(rubric.weight, bool) or not isinstance(rubric.weight, int | float) or not math.isfinite(rubric.weight):
+            raise UsageError(f"rubrics: the weight of {rubric.name!r} is {rubric.weight!r}: it must be a finite number.")
     return rubrics
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from intarsia.contracts import Task
+from intarsia.contracts import Task, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import IntarsiaError, PluginError
 
@@ -15,7 +15,11 @@ from intarsia_rl.algorithms.gradient import LARGEST
 from intarsia_rl.contracts import Algorithm, Failure, Generated, ProcessDied, Renderer, Request, Routes, Sample, Sampling, Segment
 from intarsia_rl.controller.buffer import Status
 from intarsia_rl.controller.protocols import EnvironmentFacts, Generators, Workers
-from intarsia_rl.controller.rollout import POLICY, Rollout, Rules, Try, all_of, check_generated, guard, with_attempts
+from intarsia_rl.controller.rollout import POLICY, Rollout, Rules, Try, all_of, check_generated, guard, texts_of, with_attempts
+from intarsia_rl.processes.failures import cut
+
+KEPT = 1 << 16
+"""Characters of a turn's text that are kept with a sample."""
 
 
 @dataclasses.dataclass
@@ -30,8 +34,9 @@ class Player:
     retries: int = 0
 
     async def tries(self, task: Task, which: Sequence[Try]) -> list[Sample]:
-        """All of them, scored; in order."""
-        return await self._score(task, await all_of(self._one(task, each) for each in which))
+        """All of them, scored; in order. Long texts of turns are cut then: rubrics have seen them, and what the policy saw is in the segments."""
+        scored = await self._score(task, await all_of(self._one(task, each) for each in which))
+        return [dataclasses.replace(sample, turns=tuple(map(shortened, sample.turns))) for sample in scored]
 
     async def _one(self, task: Task, which: Try) -> Sample:
         async def act(attempt: int) -> Sample:
@@ -97,6 +102,15 @@ def _rewarded(sample: Sample, scores: Mapping[str, float], weights: Mapping[str,
         message = f"the weighted sum of {rewards} is {reward:g}; rewards are numbers of at most {LARGEST:g}"
         return dataclasses.replace(sample, reward=0.0, failure=Failure("scorer", message))
     return dataclasses.replace(sample, reward=reward, rewards=rewards, timings_s={**sample.timings_s, "score": seconds})
+
+
+def shortened(turn: Turn) -> Turn:
+    """The turn as it is kept: of each text the first `KEPT` characters."""
+    if all(len(text) <= KEPT for text in texts_of(turn)):
+        return turn
+    if isinstance(turn.content, str):
+        return dataclasses.replace(turn, content=cut(turn.content, KEPT))
+    return dataclasses.replace(turn, content=tuple(cut(part, KEPT) if isinstance(part, str) else part for part in turn.content))
 
 
 def judge(algorithm: Algorithm, samples: Sequence[Sample]) -> tuple[Status, tuple[float, ...]]:

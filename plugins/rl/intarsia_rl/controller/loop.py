@@ -24,7 +24,7 @@ from intarsia_rl.controller import metrics
 from intarsia_rl.controller.buffer import Block, Buffer, Group, lag_of
 from intarsia_rl.controller.groups import Player, judge, score_segments
 from intarsia_rl.controller.protocols import Generators
-from intarsia_rl.controller.rollout import Try, all_of
+from intarsia_rl.controller.rollout import POLICY, Try, all_of
 from intarsia_rl.controller.seeds import task_index
 from intarsia_rl.controller.state import group_from_json, group_to_json
 from intarsia_rl.controller.writer import RolloutWriter
@@ -212,6 +212,11 @@ class Loop:
             )
         if not rewards:
             raise PluginError(f"{said}: no try gave a token or a reward.")
+        if not any(sample.trained_tokens for group in groups for sample in group.samples):
+            actors = sorted({segment.actor for group in groups for sample in group.samples for segment in sample.segments})
+            raise PluginError(
+                f"{said}: the actor {POLICY!r}, whose tokens are trained on, never spoke. The environment's observations name as next_actor: {', '.join(map(repr, actors))}."
+            )
         low, high, mean = min(rewards), max(rewards), sum(rewards) / len(rewards)
         raise UsageError(
             f"{said}: the algorithm left every group out. Rewards are {low:g} to {high:g}, {mean:g} in the mean, and {len(failed)} of {len(failed) + len(rewards)} tries failed. Where all tries "

@@ -13,7 +13,7 @@ from intarsia.errors import UsageError
 
 from intarsia_rl.contracts import ProcessDied
 from intarsia_rl.controller.protocols import Workers
-from intarsia_rl.controller.rollout import all_of
+from intarsia_rl.controller.rollout import all_of, texts_of
 
 TASKS = 16
 """Tasks of a split whose first observations are looked at."""
@@ -51,5 +51,4 @@ async def _first_texts(workers: Workers, task: Task) -> list[str]:
     finally:
         with contextlib.suppress(EnvironmentFailure, ProcessDied, asyncio.TimeoutError):
             await episode.close()
-    contents = [(turn.content,) if isinstance(turn.content, str) else turn.content for turn in seen.turns]
-    return [part for content in contents for part in content if isinstance(part, str)]
+    return [text for turn in seen.turns for text in texts_of(turn)]

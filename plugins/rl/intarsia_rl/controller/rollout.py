@@ -23,6 +23,9 @@ from intarsia_rl.controller.seeds import seed_of
 logger = logging.getLogger("intarsia.rl")
 
 POLICY = "policy"
+LETTERS = 128
+"""Of a token at most, over whole texts: what has more of them for each token that there is room for is not even tokenised."""
+
 Result = TypeVar("Result")
 
 
@@ -197,6 +200,15 @@ class Rollout:
         """Put what the next actor sees behind what it saw; None where no token is left for it. An observation without tools leaves those that there are."""
         actor, new = observation.next_actor, list(observation.turns)
         self._transcript += new
+        if sum(len(part) for turn in new for part in texts_of(turn)) > LETTERS * self._rules.row:
+            return None
+        ids = self._generators.facts.vocab_size
+        for turn in new:
+            if any(not 0 <= token < ids for token in turn.tokens or ()):
+                raise EnvironmentFailure(
+                    "environment",
+                    f"a turn of its observation has the tokens {turn.tokens!r:.200}, and ids go from 0 to {ids - 1}: only turns that the policy generated have tokens",
+                )
         old = self._contexts.get(actor)
         shown = media.media_of(new)
         new = media.with_ids(new, self._rules.processor)
@@ -255,6 +267,11 @@ class Rollout:
         self._turns += 1
         self._generated += len(made.tokens)
         return turn
+
+
+def texts_of(turn: Turn) -> tuple[str, ...]:
+    """The texts of a turn."""
+    return (turn.content,) if isinstance(turn.content, str) else tuple(part for part in turn.content if isinstance(part, str))
 
 
 def rendered(call: Callable[[], Result]) -> Result:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from intarsia_rl.controller.protocols import Generators, Workers
 from intarsia_rl.controller.rollout import Rules
 from intarsia_rl.controller.writer import RolloutWriter
 from intarsia_rl.media import processor_of
+from intarsia_rl.processes.pages import pages
 from intarsia_rl.processes.plain import recipe_of
 from intarsia_rl.processes.pools import GeneratorPool, WorkerPool
 
@@ -34,13 +36,18 @@ async def serve(recipe: Mapping[str, Any], directory: str) -> Controller:
 
 
 class Controller:
-    """The loop behind calls. Everything that it started ends with `close`."""
+    """The loop behind calls. Everything that it started ends with `close`.
+
+    Answers that grow with the samples come in pages: the first with the answer, and `more`, until it says that there are no more.
+    """
 
     def __init__(self, recipe: Recipe, directory: Path, plugins: Plugins):
         self._recipe, self._directory, self._plugins = recipe, directory, plugins
         self._config = config_of(recipe)
         self._pools: list[Any] = []
         self._loop: Loop | None = None
+        self._state: dict[str, Any] = {}
+        self._pages: Iterator[list[Any]] = iter(())
         self._starting = asyncio.ensure_future(self._start())
 
     async def _start(self) -> Loop:
@@ -70,7 +77,11 @@ class Controller:
         parts = await parts_of(recipe, plugins, self._directory, made.result(), served.result(), algorithm, scored.result())
         return Loop(config, recipe.train.seed, parts)
 
-    async def begin(self, step: int, state: Mapping[str, Any] | None) -> dict[str, Any]:
+    async def take_up(self, items: Sequence[tuple[str, Any]]) -> None:
+        """Names and values of the state that `begin` goes on from, a page of them."""
+        self._state |= dict(items)
+
+    async def begin(self, step: int) -> dict[str, Any]:
         """See Loop.begin. Waits until all is started; raises what went wrong there. Returns facts of the generators."""
         try:
             self._loop = await self._starting
@@ -78,7 +89,8 @@ class Controller:
             raise explained(first(errors)) from None
         except Exception as error:
             raise explained(error) from error
-        await self._loop.begin(step, state)
+        state, self._state = self._state, {}
+        await self._loop.begin(step, state or None)
         facts = self._loop.generators.facts
         return {
             "generator": facts.name,
@@ -92,16 +104,29 @@ class Controller:
         await self.loop.new_weights(weights)
 
     async def batch(self, step: int) -> dict[str, Any]:
-        """See Loop."""
-        return await self.loop.batch(step)
+        """See Loop; `samples` without their turns, which nobody trains on, and as many of them as go into a page."""
+        return self._bare(await self.loop.batch(step))
 
     async def evaluate(self, step: int) -> dict[str, Any]:
-        """See Loop."""
-        return await self.loop.evaluate(step)
+        """See Loop; `samples` as of `batch`."""
+        return self._bare(await self.loop.evaluate(step))
 
     async def state(self) -> dict[str, Any]:
-        """See Loop."""
-        return self.loop.state()
+        """See Loop: the names and values `items`, as many of them as go into a page."""
+        return self._first({"items": list(self.loop.state().items())}, "items")
+
+    async def more(self) -> list[Any]:
+        """The next page of the last answer; an empty one where there is none."""
+        return next(self._pages, [])
+
+    def _bare(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The answer with the first page of its samples, without turns."""
+        return self._first({**answer, "samples": [dataclasses.replace(sample, turns=()) for sample in answer["samples"]]}, "samples")
+
+    def _first(self, answer: dict[str, Any], name: str) -> dict[str, Any]:
+        """The answer with its first page."""
+        self._pages = pages(answer[name])
+        return {**answer, name: next(self._pages)}
 
     @property
     def loop(self) -> Loop:
@@ -155,6 +180,10 @@ async def parts_of(
     held_out: Sequence[Task] = ()
     if config.held_out.every != 0 and config.held_out.tasks:
         held_out = (await workers.tasks(config.held_out.split))[: config.held_out.tasks]
+        if not held_out:
+            raise UsageError(
+                f"The environment has no task in its split {config.held_out.split!r} to evaluate on. Name another one (data.loader.held_out.split), or set data.loader.held_out.every=0."
+            )
     writer = RolloutWriter(directory, tokenizer.decode) if config.keep_rollouts else None
     tasks = await workers.tasks(config.split)
     await check_characters(tokenizer, workers, tasks, held_out)

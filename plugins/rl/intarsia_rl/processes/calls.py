@@ -14,7 +14,7 @@ from intarsia.errors import DistributedError, IntarsiaError, PluginError
 from intarsia.plugins import import_reference, verify_child
 
 from intarsia_rl.contracts import ProcessDied
-from intarsia_rl.processes.codec import CodecError
+from intarsia_rl.processes.codec import CodecError, MessageTooLarge
 from intarsia_rl.processes.failures import RemoteError, error_of, plain_error
 from intarsia_rl.processes.wire import CLOSED, Connection, ConnectionLost
 
@@ -235,7 +235,8 @@ async def answer(connection: Connection, service: Any, number: int, method: str,
         try:
             await connection.send(reply)
         except CodecError as error:
-            text = f"the answer to `{method}` cannot be sent: {error}"
+            hint = " (message_bytes of the process launcher)" if isinstance(error, MessageTooLarge) else ""
+            text = f"the answer to `{method}` cannot be sent: {error}{hint}"
             await connection.send(["error", number, plain_error(PluginError(text))])
 
 

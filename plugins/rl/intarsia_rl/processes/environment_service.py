@@ -8,13 +8,14 @@ import math
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
-from intarsia.contracts import Environment, Episode, Limits, Media, Observation, StepResult, Task, Turn
+from intarsia.contracts import Environment, Episode, Limits, Media, Observation, StepResult, Task, ToolSpec, Turn
 from intarsia.contracts.environment import Boundary, EnvironmentFailure
-from intarsia.errors import IntarsiaError, PluginError, did_you_mean
+from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
 from intarsia.plugins import current
 
 from intarsia_rl.processes.codec import CodecError, MessageTooLarge, check
 from intarsia_rl.processes.failures import words
+from intarsia_rl.processes.pages import pages
 from intarsia_rl.processes.plain import config_of
 from intarsia_rl.rubrics import distinct
 
@@ -29,13 +30,17 @@ async def serve(config: Mapping[str, Any], answer_bytes: int) -> EnvironmentServ
     """Build the environment."""
     plugins = current()
     settings = config_of(config, plugins)
-    environment = plugins.build(settings)
+    environment, name = plugins.build(settings), plugins.entry_of(settings).full_name
     if not isinstance(environment, Environment):
-        entry = plugins.entry_of(settings)
         raise PluginError(
-            f"environment {entry.full_name!r} builds a {type(environment).__name__}, which lacks a part of `intarsia.contracts.Environment`."
+            f"environment {name!r} builds a {type(environment).__name__}, which lacks a part of `intarsia.contracts.Environment`."
         )
-    return EnvironmentService(environment, answer_bytes)
+    try:
+        return EnvironmentService(environment, answer_bytes)
+    except IntarsiaError:
+        raise
+    except Exception as error:
+        raise PluginError(f"environment {name!r}: {words(error)}") from error
 
 
 class EnvironmentService:
@@ -43,6 +48,8 @@ class EnvironmentService:
 
     def __init__(self, environment: Environment, answer_bytes: int) -> None:
         self._environment, self._answer_bytes = environment, answer_bytes
+        if wrong := wrong_limits(environment.limits):
+            raise UsageError(f"The environment's limits cannot be: {', '.join(wrong)}.")
         self._rubrics = {rubric.name: rubric for rubric in distinct(*environment.rubrics())}
         self._episodes: dict[str, Episode] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}
@@ -52,10 +59,11 @@ class EnvironmentService:
         return self._environment.limits, {name: float(rubric.weight) for name, rubric in self._rubrics.items()}
 
     async def tasks(self, split: str, start: int, count: int) -> tuple[list[Task], bool]:
-        """`count` tasks of a split from `start`, and whether there are more."""
+        """Tasks of a split from `start`, `count` or as many as go into a page, and whether there are more."""
         try:
             found = self._environment.tasks(split)
-            return list(found[start : start + count]), len(found) > start + count
+            page = next(pages(found[start : start + count]))
+            return page, len(found) > start + len(page)
         except IntarsiaError:
             raise
         except Exception as error:
@@ -81,9 +89,9 @@ class EnvironmentService:
         result: StepResult = await self._answer(name, "step", episode.step(action), StepResult)
         if result.reward is not None and not is_number(result.reward):
             raise EnvironmentFailure("environment", f"step gave the reward {result.reward!r}, which is no finite number")
-        wrong = {metric: value for metric, value in result.metrics.items() if not is_number(value)}
-        if wrong:
-            raise EnvironmentFailure("environment", f"step gave the metrics {wrong!r}, which are no finite numbers")
+        metrics = result.metrics
+        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) and is_number(value) for name, value in metrics.items()):
+            raise EnvironmentFailure("environment", f"step gave the metrics {metrics!r:.2000}, which are no finite numbers by name")
         if result.observation is None and not result.ended and not result.truncated:
             raise EnvironmentFailure("environment", "step neither ended the episode nor observed anything")
         return result
@@ -170,6 +178,24 @@ def is_number(value: Any) -> bool:
         return False
 
 
+def wrong_limits(limits: Any) -> list[str]:
+    """What of an environment's limits is not as the contract says, in words."""
+    if not isinstance(limits, Limits):
+        return [f"they are a {type(limits).__name__}, and no Limits"]
+    counts = {name: getattr(limits, name) for name in ("turns", "tokens_per_turn", "tokens")}
+    seconds = {name: getattr(limits, name) for name in ("seconds_per_turn", "seconds")}
+    wrong = [
+        f"{name}={value!r} must be a whole number of at least 1, or None"
+        for name, value in counts.items()
+        if value is not None and not (isinstance(value, int) and is_number(value) and value >= 1)
+    ]
+    return wrong + [
+        f"{name}={value!r} must be a number above 0, or None"
+        for name, value in seconds.items()
+        if value is not None and not (is_number(value) and value > 0)
+    ]
+
+
 def wrong_observation(observation: Any) -> str | None:
     """What of an observation (None: there is none) is not as the contract says, in words; None where all is. A renderer would find it later, and end the run by it."""
     if observation is None:
@@ -178,6 +204,11 @@ def wrong_observation(observation: Any) -> str | None:
         return f"the observation {observation!r:.200}, which is no Observation"
     if not isinstance(observation.turns, (tuple, list)):
         return f"an observation whose turns are a {type(observation.turns).__name__}, and no tuple of Turn"
+    if not isinstance(observation.next_actor, str) or not observation.next_actor:
+        return f"an observation whose next_actor is {observation.next_actor!r:.200}, and no name"
+    for tool in observation.tools:
+        if not isinstance(tool, ToolSpec):
+            return f"a {type(tool).__name__} as a tool of its observation, and no ToolSpec"
     for place, turn in enumerate(observation.turns):
         if not isinstance(turn, Turn):
             return f"a {type(turn).__name__} as turn {place} of its observation, and no Turn"
