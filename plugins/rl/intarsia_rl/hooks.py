@@ -8,7 +8,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from intarsia.contracts import Run
-from intarsia.errors import PluginError
+from intarsia.errors import NumericsError, PluginError
 
 if TYPE_CHECKING:
     from intarsia.contracts import Batch
@@ -35,7 +35,10 @@ def attach(run: Run) -> None:
 
 
 def record_step(run: Run, step: int) -> None:
-    """Write the event `rollouts`: the controller's numbers of the step, and the largest difference between the log-probabilities of trainer and generator. A collective."""
+    """Write the event `rollouts`: the controller's numbers of the step, and the largest difference between the log-probabilities of trainer and generator. A collective.
+
+    NumericsError, on every rank, where there is a difference in batch-invariant mode.
+    """
     loader, loss = loader_of(run), run.parts["loss"]
     write_trained(run, step, loss)
     gap, tokens = gap_over_ranks(run, loss)
@@ -44,6 +47,12 @@ def record_step(run: Run, step: int) -> None:
     if advantages:
         stats["advantage"] = {"mean": statistics.fmean(advantages), "deviation": statistics.pstdev(advantages)}
     run.record("rollouts", step=step + 1, gap=gap, gap_tokens=tokens, **stats)
+    if gap and run.recipe.data.loader.invariant:  # type: ignore[attr-defined]
+        raise NumericsError(
+            f"Step {step + 1}: log-probabilities of trainer and generator differ by up to {gap:.3g} ({tokens} tokens of equal weights), and in the batch-invariant mode they are equal bit for "
+            "bit. `intarsia rl parity` with this run's recipe names the first module and operator that differ. The step is not applied; to go on without the promise, resume with "
+            "data.loader.invariant=false."
+        )
 
 
 def write_trained(run: Run, step: int, loss: Any) -> None:
