@@ -19,6 +19,10 @@ class TestOneDNN(KernelConformance):
     op, entry = "linear", "intarsia-kernels:onednn"
 
 
+class TestPlaced(KernelConformance):
+    op, entry = "linear", "intarsia-kernels:placed"
+
+
 if importlib.util.find_spec("triton"):
 
     @pytest.mark.parametrize(("op", "entry"), [("rms_norm", "triton"), ("cross_entropy", "cross_entropy/triton")])

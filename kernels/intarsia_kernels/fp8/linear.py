@@ -16,6 +16,7 @@ from torch import Tensor
 
 from intarsia_kernels.fp8 import products
 from intarsia_kernels.fp8.tiles import PIECE, quantise_rows, transpose
+from intarsia_kernels.linear.weights import weight_gradient
 
 TILE = (128, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -88,7 +89,7 @@ class _ScaledLinear(torch.autograd.Function):
         if needs[0]:
             grad_scaled, grad_scales = quantise_rows(grad_NO)
             grad_x = product(grad_scaled, grad_scales, *transpose(payload_OI, scales_oi), x_NI.dtype, grad_NO.shape[0])
-        grad_weight = grad_NO.t() @ x_NI if needs[1] else None
+        grad_weight = weight_gradient(grad_NO, x_NI, payload_OI) if needs[1] else None
         return grad_x, grad_weight, None, None, grad_NO.sum(0) if needs[4] else None, None, None
 
 

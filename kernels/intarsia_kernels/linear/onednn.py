@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from intarsia_kernels.linear.weights import weight_gradient
+
 
 def _product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """x @ weight^T by oneDNN; strides of the weight are free."""
@@ -27,7 +29,7 @@ class _Linear(torch.autograd.Function):
         grad_x = _product(grad_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
         rows_NO = grad_NO.flatten(0, -2)
         # The weight's gradient is a product over rows, for which torch's own routine is as quick.
-        grad_weight = rows_NO.t() @ x_NI.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        grad_weight = weight_gradient(rows_NO, x_NI.flatten(0, -2), weight_OI) if ctx.needs_input_grad[1] else None
         grad_bias = rows_NO.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias
 
