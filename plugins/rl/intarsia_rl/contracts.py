@@ -91,7 +91,7 @@ class Generated:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GeneratorFacts:
-    """What a generator is. `max_tokens`: prompt and completion together; `capabilities` of: forced, routes, media, invariant. Stability: provisional."""
+    """What a generator is. `max_tokens`: prompt and completion together; `capabilities` of: forced, routes, media, invariant, graphs (decoding as CUDA graphs). Stability: provisional."""
 
     name: str
     vocab_size: int
@@ -102,7 +102,7 @@ class GeneratorFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GeneratorStats:
-    """How it is at the moment; counts since it was built. Stability: provisional."""
+    """How it is at the moment; counts since it was built. `graphs` says in words which CUDA graphs steps are, or why none. Stability: provisional."""
 
     version: int = -1
     running: int = 0
@@ -113,6 +113,7 @@ class GeneratorStats:
     cache_used: float = 0.0
     busy_s: float = 0.0
     paused: bool = False
+    graphs: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from intarsia_generation.engine.engine import Engine
 from intarsia_generation.engine.generator import LocalGenerator
 from intarsia_generation.engine.routes import has_routers
 from intarsia_generation.engine.sizes import Sizes
+from intarsia_generation.engine.static import Graphs
 
 if TYPE_CHECKING:
     from intarsia_generation.engine.tensor import Parts
@@ -58,10 +59,12 @@ def build(config: LocalConfig, context: GeneratorContext) -> LocalGenerator:
             choices=made.choices,
             invariant=context.invariant,
             team=team,
+            graphs=cast(Graphs, config.graphs),
         )
         if context.initial:
             engine.begin(0)
         has = {"routes": has_routers(model), "media": processor is not None, "invariant": context.invariant}
+        has["graphs"] = not engine.runner.static.reason
         capabilities = ["forced", *(name for name, is_there in has.items() if is_there)]
         facts = GeneratorFacts("local", recipe.model.vocab_size, made.sizes.max_tokens, made.sizes.max_sequences, tuple(capabilities))
         return LocalGenerator(engine, facts, functools.partial(plugins.build, recipe.data.tokenizer), processor)

@@ -9,6 +9,7 @@ from intarsia.errors import UsageError, did_you_mean
 from intarsia_rl.bases import GeneratorConfig
 
 EXPERTS = ("whole", "cut")
+GRAPHS = ("auto", "on", "off")
 
 
 @chz.chz(typecheck=True)
@@ -39,6 +40,10 @@ class LocalConfig(GeneratorConfig):
         default=None, doc="Most tokens of a request, prompt and completion together; none: the model's positions."
     )
     prefix_cache: bool = chz.field(default=True, doc="Keep what requests computed, and read it where another request begins alike.")
+    graphs: str = chz.field(
+        default="auto",
+        doc="Whether steps of decoding are CUDA graphs: auto (where that is possible), on (an error where it is not) or off.",
+    )
     dtype: str = chz.field(default="auto", doc="What the model computes in; auto: precision.compute of the recipe.")
     device: str = chz.field(default="auto", doc="auto, cpu or cuda.")
     kernels: Mapping[str, str] = chz.field(
@@ -50,6 +55,8 @@ class LocalConfig(GeneratorConfig):
     def _numbers_fit(self) -> None:
         if self.experts not in EXPERTS:
             raise UsageError(f"generator.experts is {self.experts!r}. {did_you_mean(self.experts, EXPERTS)}")
+        if self.graphs not in GRAPHS:
+            raise UsageError(f"generator.graphs is {self.graphs!r}. {did_you_mean(self.graphs, GRAPHS)}")
         for name, least in (("tensor", 1), ("block", 1), ("blocks", 2), ("cache_bytes", 1), ("max_sequences", 1), ("max_tokens", 2)):
             value = getattr(self, name)
             if value is not None and value < least:

@@ -1,15 +1,13 @@
 """The model's side of the paged caches.
 
-What is read of a cache is gathered first, in every layer: a copy of all entries that a step sees, by `index_select`, which `ops.attention` then takes like any keys and values. On a CPU the copy is small beside the products.
-On a GPU it is memory traffic of twice what attention itself reads, and decoding is bound by memory. A kernel over block tables would spare it. What it takes:
+Softmax attention reads them where they lie, by the operator `paged_attention`: one call for all requests that go on, whatever their lengths. Prompts that begin, all of one length, attend to themselves alone and
+read no cache. Latents are gathered first, in every layer: a copy of all entries that a step sees, by `index_select`. In the plain form keys and values of all entries are made anew, and the copy is the smaller part of it; the
+absorbed form (one key head whose values are its first columns) could read a cache by blocks as well, but its heads are wider than what kernels take.
 
-* An operator of its own, `paged_attention(q_NHD, keys, values, tables_RW, ends_R, counts_R, *, scale, window, softcap, sinks_H)`: N queries in a line, those of request r the next `counts_R[r]`, the last of which sees `ends_R[r]`
-  entries; `keys` and `values` are the caches [blocks, size, K, D] as they lie here. One launch serves decoding and pieces of prompts, so that groups of equal length are no longer needed. Its reference is what `softmax` does here.
-* The kernel goes through a request's blocks in ascending order by an online softmax, one program for each (request, key head, piece of its blocks): with few requests the pieces are what fills a GPU, and their partial maxima, sums
-  and outputs are combined by a second launch, as flash decoding does. A block size of 16 or more keeps loads whole; entry t lies at t, so that windows leave blocks out without any table of their own.
-* Pieces of a fixed number of blocks, whatever runs beside, give a request the same bits in any batch; without a second launch they are those of the batch-invariant attention, whose tiles are blocks at absolute positions already.
-* Latent attention has the same kernel in its absorbed form, with one key head whose values are its first columns. In the plain form keys and values of all entries are made anew, and a copy is the smaller part of it.
-* A rank of a generator that is cut has its own heads and the same tables: nothing changes.
+A call is announced in one of two ways. `begin` takes what the host knows of requests: anything, in shapes that follow from it. `begin_single` takes one token of each of a fixed number of sequences and knows what is on the device
+alone, so that a CUDA graph can hold it (`static`). The device's tables lag behind the host's: `show` brings up what changed otherwise than by the step's own tokens.
+
+A rank of a generator that is cut has its own heads and the same tables: nothing changes.
 
 Shape suffixes: B rows of a call, S new tokens of a row, N all new tokens in a line, R sequences that are computed alike, T entries of a sequence, W blocks of a sequence, H query heads, K key/value
 heads, D head dim, C width of a latent.
@@ -31,6 +29,7 @@ from torch import Tensor, nn
 
 from intarsia_generation import cache as caching
 from intarsia_generation.cache import refuse, spec_of, state_spec
+from intarsia_generation.paged import Paged, paged_attention
 
 
 class Piece(Protocol):
@@ -97,9 +96,10 @@ class PagedContext:
 
     `begin(chunks)` announces new tokens and gives them in the arrangement in which the model is called on them, once: continued requests as rows of one token (with `line` one behind the other,
     too), prompts one behind the other in one row. Nothing is padded. New entries are written before any is read, so that a sequence may read blocks that another one fills in the same call. Entries are handed to
-    `ops.attention` in the order of their positions (entry t has position t), with what lies behind a sequence's end, which causality hides.
+    attention in the order of their positions (entry t has position t), with what lies behind a sequence's end, which causality hides.
 
-    Arguments: `count` blocks of `size` tokens (and block 0, which belongs to nobody), tables for `sequences` of at most `longest` tokens. `narrow`: of a cache with a window only blocks are read that
+    Arguments: `count` blocks of `size` tokens (and two that belong to nobody: block 0, which holds zeros, and the last one, `scratch`, into which rows of a static step write that are no request's), tables for `sequences` of at
+    most `longest` tokens (and for one that is nobody's, in the place `nobody`). `narrow`: of a cache with a window only blocks are read that
     hold some of it; otherwise all, so that entry t lies at t whatever the window.
 
     Recurrent mixers have a state for each of `sequences`. A sequence that begins at token 0 begins with no state, whatever was kept in its place before.
@@ -126,19 +126,36 @@ class PagedContext:
         # Taken when a mixer first writes: what predicts further ahead than the next token does not run here.
         self._caches: dict[tuple[str, str], Tensor] = {}
         self._states: dict[tuple[str, str], Tensor] = {}
-        self._blocks = count + 1
-        self._tables = torch.zeros((sequences, -(-longest // size)), dtype=torch.int64)
+        self.scratch, self.nobody = count + 1, sequences
+        self._tables = torch.zeros((sequences + 1, -(-longest // size)), dtype=torch.int32)
+        self._tables[self.nobody] = self.scratch
         self._filled = [0] * sequences
         self._owners: list[Any] = [None] * sequences
+        # The same on the device, as far as it was shown: of each sequence the number of blocks, less than 0 where the table is another's.
+        self._device_tables: Tensor | None = None
+        self._shown = [-1] * sequences
         self._groups: list[Group] = []
+        self._where: Paged | None = None
         self.slots_N = torch.zeros(0, dtype=torch.int64, device=device)
         self.attention = None
         self.extra = {}
 
+    @property
+    def has_softmax(self) -> bool:
+        """Whether some mixer attends over keys and values in blocks."""
+        return any(spec.kind == "softmax" for spec in self._specs.values())
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """All caches and states."""
+        return *self._caches.values(), *self._states.values()
+
     def clear(self) -> None:
-        """Zeros everywhere: numbers that are not finite would spoil sums even where their weight is 0."""
-        self._caches.clear()
-        self._states.clear()
+        """Zeros everywhere: numbers that are not finite would spoil sums even where their weight is 0. On a GPU in place, since graphs hold the addresses."""
+        if self.device.type == "cpu":
+            self._caches.clear()
+            self._states.clear()
+        for kept in self.kept():
+            kept.zero_()
 
     # ------------------------------------------------------------ announcing tokens
 
@@ -149,16 +166,16 @@ class PagedContext:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        size = self.size
         for chunk in chunks:
             self._update_table(chunk)
             tokens += chunk.tokens
-            places = range(chunk.start, chunk.end)
+            places, blocks = range(chunk.start, chunk.end), chunk.blocks
             positions += places
-            blocks = chunk.blocks
-            slots += [blocks[place // self.size] * self.size + place % self.size for place in places]
+            slots += [blocks[place // size] * size + place % size for place in places]
         line_3N = torch.tensor([tokens, positions, slots], dtype=torch.int64).to(self.device)
         tokens_N, positions_N, self.slots_N = line_3N.unbind()
-        self._groups = list(self._grouped(chunks, positions_N))
+        self._place(chunks, positions_N)
         self.positions_BS = positions_N[:, None] if in_rows else positions_N[None]
         (first, *others) = self._groups
         # Where rows of the call are not rows of the groups, latents are handed out in a line and this context knows who sees what.
@@ -166,6 +183,43 @@ class PagedContext:
         self.attention = None if is_plain else self._attention_over_line
         self.extra = {} if extra is None else self._arranged(extra, in_rows)
         return tokens_N[:, None] if in_rows else tokens_N[None]
+
+    def begin_single(
+        self, tokens_N: Tensor, positions_N: Tensor, rows_N: Tensor, blocks_N: Tensor, extra: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        """As `begin`, of one new token of each of the sequences in places `rows_N`, which `show` was told of; `blocks_N` are the blocks that the tokens go into. All int64 on the device; `nobody` may come several
+        times, at position 0 of `scratch`. Nothing waits for the device, and shapes follow from N alone. Returns [N, 1]."""
+        tables = self._tables_there()
+        tables.index_put_((rows_N, positions_N // self.size), blocks_N.to(tables.dtype))
+        tables_RW = tables.index_select(0, rows_N)
+        self.slots_N = blocks_N * self.size + positions_N % self.size
+        count = tokens_N.shape[0]
+        firsts_R = torch.arange(count, dtype=torch.int32, device=self.device)
+        self._where = Paged(tables_RW, firsts_R, torch.ones_like(firsts_R), positions_N.int(), 1, self.size, narrow=self.narrow)
+        self._groups = [Group(count, 1, 0, count, positions_N[:, None], rows_N, tables_RW)]
+        self.positions_BS, self.attention = positions_N[:, None], None
+        self.extra = {} if extra is None else self._arranged(extra, True)
+        return tokens_N[:, None]
+
+    def show(self, pieces: Sequence[Piece]) -> None:
+        """Before `begin_single`: let the device's tables have all blocks of these but those of their new tokens, which are one for each."""
+        late = []
+        for piece in pieces:
+            self._update_table(piece)
+            row, number = piece.row, piece.start // self.size
+            if self._shown[row] < number:
+                late.append(row)
+                self._shown[row] = self._filled[row]
+            elif self._shown[row] == number:
+                self._shown[row] += 1
+        if late:
+            rows_R = torch.tensor(late, dtype=torch.int64)
+            self._tables_there().index_copy_(0, rows_R.to(self.device), self._tables[rows_R].to(self.device))
+
+    def _tables_there(self) -> Tensor:
+        if self._device_tables is None:
+            self._device_tables = self._tables.to(self.device, copy=True)
+        return self._device_tables
 
     @staticmethod
     def _arranged(extra: Mapping[str, Any], in_rows: bool) -> Mapping[str, Any]:
@@ -176,26 +230,32 @@ class PagedContext:
     def _update_table(self, chunk: Piece) -> None:
         blocks, row = chunk.blocks, chunk.row
         if self._owners[row] is not blocks:  # another request, or the same one with blocks of its second life
-            self._owners[row], self._filled[row] = blocks, 0
+            self._owners[row], self._filled[row], self._shown[row] = blocks, 0, -1
             self._tables[row] = 0
         filled = self._filled[row]
         if filled < len(blocks):
-            self._tables[row, filled : len(blocks)] = torch.tensor(blocks[filled:], dtype=torch.int64)
+            self._tables[row, filled : len(blocks)] = torch.tensor(blocks[filled:], dtype=torch.int32)
             self._filled[row] = len(blocks)
 
-    def _grouped(self, chunks: Sequence[Piece], positions_N: Tensor) -> Any:
-        first = 0
-        for (is_fresh, size), alike in itertools.groupby(chunks, lambda chunk: arrangement(chunk)):
+    def _place(self, chunks: Sequence[Piece], positions_N: Tensor) -> None:
+        """Groups, and where softmax attention finds all entries."""
+        rows = [chunk.row for chunk in chunks]
+        counts, starts = [chunk.end - chunk.start for chunk in chunks], [chunk.start for chunk in chunks]
+        firsts = list(itertools.accumulate(counts, initial=0))
+        width = max(-(-chunk.end // self.size) for chunk in chunks)
+        # Behind a row's own blocks stands block 0, which holds zeros, at positions that causality hides.
+        tables_RW = self._tables[torch.tensor(rows), :width].to(self.device)
+        rows_R, firsts_R, counts_R, starts_R = torch.tensor([rows, firsts[:-1], counts, starts], dtype=torch.int32).to(self.device).unbind()
+        rows_R, number = rows_R.long(), 0
+        self._groups = []
+        for (is_fresh, size), alike in itertools.groupby(chunks, arrangement):
             members = list(alike)
-            last = first + size * len(members)
-            tables_RW = None
-            rows_R = torch.tensor([chunk.row for chunk in members], dtype=torch.int64)
-            if not is_fresh:
-                width = max(-(-chunk.end // self.size) for chunk in members)
-                # Behind a row's own blocks stands block 0, which holds zeros, at positions that causality hides.
-                tables_RW = self._tables[rows_R, :width].to(self.device)
-            yield Group(len(members), size, first, last, positions_N[first:last].view(-1, size), rows_R.to(self.device), tables_RW)
-            first = last
+            at = slice(number, number + len(members))
+            first, last, number = firsts[at.start], firsts[at.stop], at.stop
+            wide = max(-(-chunk.end // self.size) for chunk in members)
+            own_RW = None if is_fresh else tables_RW[at, :wide]
+            self._groups.append(Group(len(members), size, first, last, positions_N[first:last].view(-1, size), rows_R[at], own_RW))
+        self._where = Paged(tables_RW, firsts_R, counts_R, starts_R, max(counts), self.size, counts, starts, self.narrow)
 
     # ------------------------------------------------------------ what mixers call
 
@@ -215,18 +275,13 @@ class PagedContext:
         key, value = spec_of(self._specs, mixer, "softmax").caches
         keys, values = self._written(mixer, key, k_BSKD), self._written(mixer, value, v_BSKD)
         settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
-        lines = [x.flatten(0, 1) for x in (q_BSHD, k_BSKD, v_BSKD)]
-        out = []
-        for group in self._groups:
-            q, k, v = (x[group.first : group.last].unflatten(0, (group.sequences, group.tokens)) for x in lines)
-            if group.tables_RW is None:
-                y = ops.attention(q, k, v, **settings)
-            else:
-                k_RTKD, positions_RT = self._read(keys, group, window)
-                v_RTKD, _ = self._read(values, group, window)
-                y = ops.attention(q, k_RTKD, v_RTKD, positions_q_BS=group.positions_RS, positions_k_BT=positions_RT, **settings)
-            out.append(y.flatten(0, 1))
-        return _joined(out).unflatten(0, q_BSHD.shape[:2])
+        (first, *others) = self._groups
+        if first.tables_RW is None and not others:
+            q, k, v = (x.flatten(0, 1).unflatten(0, (first.sequences, first.tokens)) for x in (q_BSHD, k_BSKD, v_BSKD))
+            y_NHD = ops.attention(q, k, v, **settings).flatten(0, 1)
+        else:
+            y_NHD = paged_attention(q_BSHD.flatten(0, 1), keys, values, self._where, **settings)
+        return y_NHD.unflatten(0, q_BSHD.shape[:2])
 
     def latent(self, mixer: str, latent_BSC: Tensor, attend: Callable[..., Tensor], **settings: Any) -> Tensor:
         """Attention over a latent: `attend` sees all that is cached, with its positions. Where nothing was cached before, it sees the new tokens as they are. Prompts of several
@@ -260,11 +315,11 @@ class PagedContext:
         for group in self._groups:
             some = [x[group.first : group.last].unflatten(0, (group.sequences, group.tokens)) for x in lines]
             kept = self._states.get((mixer, cache))
-            state = None if group.tables_RW is None or kept is None else kept.index_select(0, group.rows_R)
-            y, after = update(*some, state=state, documents_BS=None, counts_B=None, **settings)
             if kept is None:
-                kept = after.new_zeros((len(self._owners), *spec.shape), dtype=getattr(torch, spec.dtype))
+                kept = _zeros((self.nobody + 1, *spec.shape), getattr(torch, spec.dtype), self.device)
                 self._states[mixer, cache] = kept
+            state = None if group.tables_RW is None else kept.index_select(0, group.rows_R)
+            y, after = update(*some, state=state, documents_BS=None, counts_B=None, **settings)
             kept.index_copy_(0, group.rows_R, after.to(kept.dtype))
             out.append(y.flatten(0, 1))
         return _joined(out).unflatten(0, inputs[0].shape[:2])
@@ -302,7 +357,7 @@ class PagedContext:
         """The cache, with the new tokens' entries."""
         cache = self._caches.get((mixer, spec.name))
         if cache is None:
-            cache = _zeros((self._blocks, self.size, *spec.shape), getattr(torch, spec.dtype), self.device)
+            cache = _zeros((self.scratch + 1, self.size, *spec.shape), getattr(torch, spec.dtype), self.device)
             self._caches[mixer, spec.name] = cache
         cache.flatten(0, 1).index_copy_(0, self.slots_N, new_BS.flatten(0, 1).to(cache.dtype))
         return cache

@@ -28,6 +28,7 @@ from intarsia_generation.engine.runner import Runner
 from intarsia_generation.engine.scheduler import Chunk, Scheduler
 from intarsia_generation.engine.sight import Eyes
 from intarsia_generation.engine.sizes import Sizes
+from intarsia_generation.engine.static import Graphs
 
 if TYPE_CHECKING:
     from intarsia_generation.engine.ranks import Team
@@ -45,7 +46,7 @@ class Engine:
     """A model, its caches and its requests. Stability: provisional.
 
     Arguments: `fill` puts weights into the model and raises where they are not what was published; `filled` says which version is whole in the model as it is now; `choices` are the kernels; `invariant` keeps every cache's entries where their positions are.
-    `team` are the ranks among which the model is cut, of which this process is the first: they do what it does.
+    `team` are the ranks among which the model is cut, of which this process is the first: they do what it does. `graphs`: whether steps of decoding are CUDA graphs, see `StaticSteps`; UsageError for `on` where that cannot be.
     `version` is None while no weights can be served.
     """
 
@@ -60,13 +61,16 @@ class Engine:
         choices: Mapping[str, ops.Choice] | None = None,
         invariant: bool = False,
         team: Team | None = None,
+        graphs: Graphs = "off",
     ) -> None:
         self.device, self.sizes, self.choices = device, sizes, dict(choices or {})
         self.team = team
         self._fill, self._filled = fill, filled
         self.version: int | None = None
         self.pool = BlockPool(sizes.blocks, sizes.block)
-        self.runner = Runner(model, device, sizes, invariant=invariant, parts=None if team is None else team.parts)
+        self.runner = Runner(model, device, sizes, invariant=invariant, parts=None if team is None else team.parts, graphs=graphs)
+        with _KERNELS, ops.installed(self.choices):
+            self.runner.static.look_at_kernels()
         # A block can be read by another request; a state is that behind a request's last token, and of no other use.
         shares = sizes.prefix_cache and not self.runner.has_states
         if sizes.prefix_cache and not shares:
@@ -144,6 +148,7 @@ class Engine:
         """The model has the weights of this version."""
         self.scheduler.set_version(version)
         self.eyes.forget()
+        self.runner.static.refresh("weights lie elsewhere")
         self.version = version
 
     # ------------------------------------------------------------ a step
@@ -262,4 +267,5 @@ class Engine:
             cache_used=self.pool.used / self.pool.count,
             busy_s=self.busy_s,
             paused=paused,
+            graphs=self.runner.static.text,
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from intarsia_generation.engine.context import PagedContext, Piece, specs_of, state_bytes
 from intarsia_generation.engine.routes import RouteCache
 from intarsia_generation.engine.sizes import Sizes
+from intarsia_generation.engine.static import Graphs, StaticSteps
 
 if TYPE_CHECKING:
     from intarsia_generation.engine.tensor import Parts
@@ -22,11 +23,18 @@ if TYPE_CHECKING:
 class Runner:
     """A model on one device, whole or this rank's part of it (`parts`), with its caches. Stability: provisional.
 
-    `invariant` keeps every cache's entries where their positions are. `has_states`: some of what is kept is a state, and no block that another request could read.
+    `invariant` keeps every cache's entries where their positions are. `graphs`: see `StaticSteps`. `has_states`: some of what is kept is a state, and no block that another request could read.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, sizes: Sizes, *, invariant: bool = False, parts: Parts | None = None
+        self,
+        model: nn.Module,
+        device: torch.device,
+        sizes: Sizes,
+        *,
+        invariant: bool = False,
+        parts: Parts | None = None,
+        graphs: Graphs = "off",
     ) -> None:
         self.model: Any = model
         self.device, self.parts = device, parts
@@ -43,10 +51,14 @@ class Runner:
             # Ranks share out the tokens of a row, so that rows of one token would all be the first rank's. Latents are attended to in rows: in a line they are expanded first.
             line=parts is not None and all(spec.kind != "latent" for spec in specs.values()),
         )
-        self.routes = RouteCache(model, (sizes.blocks + 1) * sizes.block)
+        self.routes = RouteCache(model, (self.context.scratch + 1) * sizes.block)
+        self.static = StaticSteps(model, specs, self.context, self.routes, graphs, 1 if parts is None else parts.world.size)
 
     def hidden(self, pieces: Sequence[Piece], extra: Mapping[str, Any] | None = None) -> Tensor:
-        """Run the model on pieces of which all are `decode` or none is; hidden states [N, D] of their tokens, one piece behind the other. `extra`: see the context's `begin`."""
+        """Run the model on pieces of which all are `decode` or none is; hidden states [N, D] of their tokens, one piece behind the other. `extra`: see the context's `begin`. Where all are `decode` they may lie in
+        memory that the next such call overwrites."""
+        if pieces[0].decode and (hidden_ND := self.static.hidden(pieces, extra)) is not None:
+            return hidden_ND
         tokens_BS = self.context.begin(pieces, extra)
         rows, length = tokens_BS.shape
         whole: Callable[[Tensor], Tensor] | None = None
@@ -78,3 +90,4 @@ class Runner:
     def clear(self) -> None:
         """Nothing in the caches is trusted any more."""
         self.context.clear()
+        self.static.refresh("caches were cleared")

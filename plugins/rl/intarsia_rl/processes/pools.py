@@ -273,7 +273,8 @@ class GeneratorPool:
         return dict(sorted(found.items()))
 
     async def totals(self) -> GeneratorStats:
-        """All together: tokens and busy seconds since the start, those of dead generators (as they were last seen) included; `version` the oldest in force; `cache_used` the mean."""
+        """All together: tokens and busy seconds since the start, those of dead generators (as they were last seen) included; `version` the oldest in force; `cache_used` the mean;
+        `graphs` what differs."""
         await self.stats()
         members = [member.stats for member in self._keeper.members.values()]
         everyone = [self._past, *members]
@@ -283,6 +284,7 @@ class GeneratorPool:
             waiting=sum(stats.waiting for stats in members),
             cache_used=sum(stats.cache_used for stats in members) / max(1, len(members)),
             paused=any(stats.paused for stats in members),
+            graphs="; ".join(dict.fromkeys(stats.graphs for stats in members if stats.graphs)),
             prompt_tokens=sum(stats.prompt_tokens for stats in everyone),
             cached_tokens=sum(stats.cached_tokens for stats in everyone),
             generated_tokens=sum(stats.generated_tokens for stats in everyone),
