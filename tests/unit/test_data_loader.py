@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import types
 
 import pytest
@@ -246,8 +245,9 @@ def test_prefetching_changes_nothing_and_the_position_is_what_was_delivered(tmp_
     while (step := plain.next_step()) is not None:
         assert same(step, ahead.next_step())
     assert ahead.next_step() is None
+    threads = list(ahead._pool._threads)
     ahead.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "intarsia-data"]
+    assert threads and not any(thread.is_alive() for thread in threads)
 
 
 def test_an_error_in_the_background_reaches_next_step_with_the_source_named(tmp_path):

@@ -500,10 +500,12 @@ class TwoInputs(nn.Module):
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     """What is alive is held by somebody, not forgotten in a cycle."""
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     yield
-    gc.enable()
+    if was_enabled:
+        gc.enable()
 
 
 def stage_step(made: Made, driver: str, micro_batches: int, held: list[Any]) -> None:

@@ -63,4 +63,4 @@ def test_nothing_is_imported_for_it() -> None:
         "with conftest.kept_choices():\n    from intarsia import ops\n    ops.rope.put(ops.Choice('new', 'a test', ops.rope.reference))\n"
         "assert ops.rope.choice.kernel == 'reference', ops.rope.choice\n"
     )
-    subprocess.run([sys.executable, "-c", program, str(CONFTEST.parent)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program, str(CONFTEST.parent)], check=True, timeout=600)

@@ -22,7 +22,7 @@ from intarsia_testing.weight_transport import SHAPES, Trainer, published
 
 @pytest.fixture
 def transport(tmp_path: Path) -> Iterator[Socket]:
-    made = Socket(SocketConfig(attempts=2, timeout_s=5.0), tmp_path)
+    made = Socket(SocketConfig(attempts=2, timeout_s=300.0), tmp_path)
     yield made
     made.close()
 
@@ -112,7 +112,7 @@ def test_who_does_not_know_the_token_gets_nothing(transport: Socket) -> None:
 def test_nonsense_harms_nobody(transport: Socket) -> None:
     location = publish(transport, Trainer(SelfCommunicator()), 0)
     for nonsense in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(200)):
-        with socket.create_connection(tuple(location["servers"][0]), 5.0) as client:
+        with socket.create_connection(tuple(location["servers"][0]), 300.0) as client:
             client.sendall(nonsense)
     check(location, 0)
 

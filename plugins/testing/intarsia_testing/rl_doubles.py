@@ -299,7 +299,7 @@ async def _abort() -> None:
 
 
 async def _flood() -> StepResult:
-    return StepResult(Observation((Turn("tool", "x" * (1 << 30), tool_call_id="1"),)))
+    return StepResult(Observation((Turn("tool", "x" * (1 << 26), tool_call_id="1"),)))
 
 
 async def _print() -> None:
@@ -347,7 +347,7 @@ DEEDS: dict[str, Callable[[], Any]] = {
     "few": _few,
 }
 """answer: nothing wrong; raise: KeyError; system: ConnectionRefusedError; fail: EnvironmentFailure("tool", retry=True); leave: SystemExit; hang: wait forever; stay: wait forever, also when
-cancelled; block: block the worker; exit: end it; abort: crash it; flood: a tool's output of 1 GB; print: 10 MB to standard output; nan: that reward; object: a metric that is none; class: a
+cancelled; block: block the worker; exit: end it; abort: crash it; flood: a tool's output of 64 MiB; print: 10 MB to standard output; nan: that reward; object: a metric that is none; class: a
 dict for a StepResult; nothing: neither end nor observation; few: no score."""
 
 
