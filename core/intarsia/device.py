@@ -5,16 +5,22 @@ Stability: provisional.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
+import operator
 import os
 import platform
 import resource
 import sys
+from typing import TYPE_CHECKING
 
 import torch
 
 from intarsia.errors import UsageError
+
+if TYPE_CHECKING:
+    from intarsia.contracts import Batch
 
 # Dense peak FLOP/s of matrix products by a part of the device's name (the longest that fits) and dtype, from the vendor's data sheets;
 # float32 is TF32 where the device has it.
@@ -49,6 +55,26 @@ def select(name: str = "auto") -> torch.device:
             f"LOCAL_RANK is {local}, but this machine shows {count} CUDA device{'s' * (count > 1)}. Start one process for each."
         )
     return torch.device("cuda", local)
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on `device`, those in dicts and tuples of `extra` included; whatever holds none stays the very object. A function in `extra` makes its tensor there, whenever it is called."""
+    if device.type == "cpu":
+        return batch
+
+    def move(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            # Pinned, since a copy from pageable memory would wait for all that the device has still to do.
+            return value.pin_memory().to(device, non_blocking=True)
+        if type(value) is dict:
+            return {name: move(item) for name, item in value.items()}
+        if type(value) is tuple:
+            moved = tuple(map(move, value))
+            return value if all(map(operator.is_, moved, value)) else moved
+        return (lambda: move(value())) if callable(value) else value
+
+    tensors = {name: move(getattr(batch, name)) for name in ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")}
+    return dataclasses.replace(batch, extra=move(batch.extra), **tensors)  # type: ignore[arg-type]
 
 
 @functools.cache

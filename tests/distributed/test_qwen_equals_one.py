@@ -141,7 +141,7 @@ def test_a_rank_has_no_images_where_the_other_has(tmp_path: Path, monkeypatch: p
     recipe = importlib.reload(parallel_recipes).qwen3_5()
     recipe = chz.replace(recipe, train=chz.replace(recipe.train, micro_batch=1))
     ranks = [current().build(recipe.data.loader, recipe, current(), rank, 2, tmp_path, "train") for rank in range(2)]
-    seen = [[[batch.extra["patches_NC"].shape[0] for batch in loader.next_step()] for loader in ranks] for _ in range(3)]
+    seen = [[[batch.extra["patches_NC"]().shape[0] for batch in loader.next_step()] for loader in ranks] for _ in range(3)]
     for loader in ranks:
         loader.close()
     assert any(bool(one) != bool(other) for step in seen for one, other in zip(*step, strict=True)), seen

@@ -22,6 +22,7 @@ from intarsia_generation.engine.request import Job
 from intarsia_generation.engine.sight import look
 from intarsia_models_common.vision.config import VisionLanguageModelConfig
 from intarsia_multimodal.config import PatchProcessorConfig
+from intarsia_multimodal.decoding import Decoder
 from intarsia_multimodal.recipes import SPECIALS
 from intarsia_qwen3_5 import config as qwen3_5
 from intarsia_qwen3_vl import config as qwen3_vl
@@ -56,6 +57,11 @@ def processor() -> Any:
 
 
 @functools.cache
+def decoder() -> Decoder:
+    return Decoder(processor())
+
+
+@functools.cache
 def model(family: str) -> Any:
     config: VisionLanguageModelConfig = {"qwen3_vl": qwen3_vl, "qwen3_5": qwen3_5}[family].debug()
     return fill(current().build(config), 0, 0.3).eval()
@@ -84,7 +90,7 @@ def request(number: int, parts: Any, count: int = 6, forced: tuple[int, ...] = (
 def run(made: Engine, requests: list[Request]) -> list[Generated]:
     ended: dict[str, Any] = {}
     for number, each in enumerate(requests):
-        sight = look(each, processor()) if each.media else None
+        sight = look(each, decoder()) if each.media else None
         made.add(Job(each, number, None, functools.partial(ended.__setitem__, each.id), sight=sight))
     while made.step():
         pass
@@ -214,9 +220,10 @@ def test_an_end_finds_a_request_whose_images_are_being_loaded(ended: str) -> Non
     assert result.finish == "abort" and result.tokens == ()
 
 
-def test_requests_that_show_the_same_hold_its_patches_once() -> None:
-    """For as long as one of them does."""
+def test_what_requests_show_alike_is_decoded_once() -> None:
+    """And held once, for as long as one of them does."""
     made = local()
+    made._decoder = Decoder(processor())
     made._engine.step = lambda admit=True: False  # type: ignore[method-assign]
 
     async def work() -> None:
@@ -225,14 +232,14 @@ def test_requests_that_show_the_same_hold_its_patches_once() -> None:
             running.append(asyncio.ensure_future(made.generate(request(number, PROMPTS[0]))))
             while len(made._engine.jobs) <= number:
                 await asyncio.sleep(0.01)
-        shown = [[each.patches_NC for each in job.sight.media] for job in made._engine.jobs if job.sight is not None]
-        assert all(one is other for first in shown[1:] for one, other in zip(first, shown[0], strict=True)) and len(made._patches) == 2
+        shown = [[each.loaded for each in job.sight.media] for job in made._engine.jobs if job.sight is not None]
+        assert len(shown) == 3 and all(one is other for first in shown[1:] for one, other in zip(first, shown[0], strict=True))
         await made.abort()
         await asyncio.gather(*running)
 
     asyncio.run(work())
     asyncio.run(made.close())
-    assert not made._patches
+    assert (made._decoder.decoded, made._decoder.spared) == (2, 4)
 
 
 def test_videos_of_which_one_begins_like_the_other_are_told_apart() -> None:

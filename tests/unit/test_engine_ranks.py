@@ -33,6 +33,7 @@ from intarsia_generation.engine.ranks import Team
 from intarsia_generation.engine.request import Job
 from intarsia_generation.engine.sight import look
 from intarsia_generation.engine.tensor import Parts
+from intarsia_multimodal.decoding import Decoder
 from intarsia_rl import media
 from intarsia_rl.contracts import Generated, GeneratorContext, GeneratorFacts, Request, Sampling, WeightVersion
 from intarsia_rl.invariant.check import problems
@@ -139,11 +140,12 @@ def seen(engine: Engine, processor: Any) -> list[Generated]:
         ("Two: ", image(64, 96), " and ", image(96, 64, 3), "?"),
     ]
     ended: dict[str, Any] = {}
+    decoder = Decoder(processor)
     for number, parts in enumerate(shown):
         ids = encode_parts(processor.as_ids(parts), processor.tokenizer.encode, processor.tokenizer.vocab_size)
         places = media.placed(ids, [part for part in parts if isinstance(part, Media)], processor)
         request = Request(str(number), tuple(ids), Sampling(6, temperature=float(number % 2), seed=number), media=places)
-        sight = look(request, processor) if places else None
+        sight = look(request, decoder) if places else None
         engine.add(Job(request, number, None, functools.partial(ended.__setitem__, request.id), sight=sight))
     while engine.step():
         pass

@@ -74,7 +74,7 @@ def recomputed(model: Any, one: Generator, prompt: Any, tokens: tuple[int, ...])
     ids = (*read.tokens, *tokens)
     extra: dict[str, Any] = {}
     if read.prepared is not None:
-        shown = look(read.prepared, one.processor)
+        shown = look(read.prepared, one.decoder)
         first, more = int(shown.positions_3S.max()) + 1, len(tokens)
         behind_3S = torch.arange(first, first + more).expand(3, more)
         none_S = torch.full((more,), -1)
@@ -103,7 +103,7 @@ def test_a_ragged_batch_in_pieces_equals_recomputation_one_by_one(model, chunk):
 def test_what_is_shown_matters_and_positions_go_on_behind_it(model):
     one = generator(model)
     read = one.read(PROMPTS[0])
-    shown = look(read.prepared, one.processor)
+    shown = look(read.prepared, one.decoder)
     context = CacheContext(model, 1, CPU)
     with torch.inference_mode():
         prefill(model, context, [Input(read.tokens, shown.digest, shown)])

@@ -23,8 +23,8 @@ from intarsia_data.config import ByteTokenizerConfig, StdlibConfig
 from intarsia_llama3.recipes import debug
 from intarsia_multimodal import hooks, wire
 from intarsia_multimodal.config import DrawnConfig, MediaJsonlConfig, MultimodalConfig, ReadingConfig
-from intarsia_multimodal.contracts import MediaError
-from intarsia_multimodal.loader import MultimodalLoader, check_model
+from intarsia_multimodal.contracts import MediaError, check_model
+from intarsia_multimodal.loader import MultimodalLoader
 from intarsia_multimodal.patches import PatchProcessor
 from intarsia_multimodal.pool import COMMAND
 
@@ -106,7 +106,8 @@ def equal(one, other):
     if len(one) != len(other):
         return False
     for first, second in zip(one, other, strict=True):
-        named = [(first.extra[name], second.extra[name]) for name in ("positions_3BS", "visual_BS", "patches_NC")]
+        named = [(first.extra[name], second.extra[name]) for name in ("positions_3BS", "visual_BS")]
+        named += [(first.extra["patches_NC"](), second.extra["patches_NC"]())]
         named += [(batch_padding(first), batch_padding(second))]
         named += [(getattr(first, name), getattr(second, name)) for name in ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")]
         plain = [
@@ -157,8 +158,8 @@ def test_a_batch_holds_what_the_processor_makes_of_its_documents(tmp_path):
                     features += count
             assert first.extra["visual_BS"][row, here].tolist() == expected.tolist()
     assert seen == len(documents) and first.extra["grids"] == tuple(slot.grid for slot in media)
-    assert numpy.array_equal(first.extra["patches_NC"].numpy(), numpy.concatenate([made.load(slot) for slot in media]))
-    assert sum(int(numpy.prod(grid)) for grid in first.extra["grids"]) == len(first.extra["patches_NC"]) == 4 * features
+    assert numpy.array_equal(first.extra["patches_NC"]().numpy(), numpy.concatenate([made.load(slot) for slot in media]))
+    assert sum(int(numpy.prod(grid)) for grid in first.extra["grids"]) == len(first.extra["patches_NC"]()) == 4 * features
     assert first.extra["bytes"] == sum(1 for label in first.labels_BS.flatten().tolist() if 0 <= label < 256)
     media_ids = {*made.ids.values()}
     assert not media_ids & set(first.labels_BS.flatten().tolist()), "no token of a medium is trained on"
@@ -187,11 +188,12 @@ def test_places_of_features_are_checked_before_they_reach_a_device(tmp_path, cha
 
 def test_a_batch_without_any_image_has_no_patches_and_says_so_alike(tmp_path):
     (batch,) = build(recipe(global_batch=1), Doubles(Listed([Document(text="text")])), tmp_path).next_step()
-    assert batch.extra["patches_NC"].shape == (0, 96) and batch.extra["patches_NC"].dtype == torch.float32 and batch.extra["grids"] == ()
+    patches_NC = batch.extra["patches_NC"]()
+    assert patches_NC.shape == (0, 96) and patches_NC.dtype == torch.float32 and batch.extra["grids"] == ()
     assert torch.equal(batch.extra["positions_3BS"], batch.positions_BS.expand(3, -1, -1))
     loaders = [build(recipe(global_batch=4), Doubles(Listed([document(0)])), tmp_path, rank, 3) for rank in range(3)]
     steps = [loader.next_step() for loader in loaders]
-    shapes = [[batch.extra["patches_NC"].shape for batch in step] for step in steps]
+    shapes = [[batch.extra["patches_NC"]().shape for batch in step] for step in steps]
     assert sorted(shapes) == [[(0, 96)], [(0, 96)], [(16, 96)]], "ranks without a sample have a row of padding"
     assert sorted(batch.samples for step in steps for batch in step) == [(-1,), (-1,), (0,)]
     assert all(set(batch.extra) == set(steps[0][0].extra) for step in steps for batch in step)

@@ -19,6 +19,7 @@ from intarsia_environments.recipes import arithmetic_debug
 from intarsia_environments.seeing import drawn_debug
 from intarsia_generation.engine.build import build
 from intarsia_generation.engine.config import LocalConfig
+from intarsia_multimodal.decoding import Decoder
 from intarsia_rl import media
 from intarsia_rl.contracts import GeneratorContext, Request, Sampling
 from intarsia_rl.controller.groups import Player, score_segments
@@ -137,7 +138,7 @@ def test_rows_have_what_a_model_sees() -> None:
     plain, _ = play(Shows(first="text"))
     weighed = [Weighed(each, 1.0, 1.0, 1) for each in (plain, sample, sample)]
     (segment,) = sample.segments
-    packing = Packing(2 * len(segment.tokens) + 5, 2, TOKENS.pad_id, processor=PROCESSOR)
+    packing = Packing(2 * len(segment.tokens) + 5, 2, TOKENS.pad_id, decoder=Decoder(PROCESSOR))
     (batch,) = micro_batches(weighed, packing, 0, 1, 0)
     alone = media.prepared(segment.tokens, segment.media, PROCESSOR)
     patches = numpy.concatenate([PROCESSOR.load(slot) for slot in alone.media])
@@ -152,16 +153,27 @@ def test_rows_have_what_a_model_sees() -> None:
         visual = batch.extra["visual_BS"][row, here]
         assert (visual >= 0).sum() == features < segment.tokens.count(PROCESSOR.ids["image_id"]), "what the policy wrote is text"
         assert visual.max() - visual[visual >= 0].min() == features - 1
-    assert batch.extra["grids"].count(tuple(alone.media[0].grid)) == 2 and batch.extra["patches_NC"].shape[0] == 2 * len(
-        patches
-    ) + patches_of(plain)
-    assert sorted(batch.extra["visual_BS"][batch.extra["visual_BS"] >= 0].tolist()) == list(range(batch.extra["patches_NC"].shape[0] // 4))
+    patches_NC = batch.extra["patches_NC"]()
+    assert batch.extra["grids"].count(tuple(alone.media[0].grid)) == 2 and patches_NC.shape[0] == 2 * len(patches) + patches_of(plain)
+    assert sorted(batch.extra["visual_BS"][batch.extra["visual_BS"] >= 0].tolist()) == list(range(patches_NC.shape[0] // 4))
     nothing = micro_batches([], packing, 1, 2, 0)[0].extra
     assert (
-        nothing["patches_NC"].shape == (0, PROCESSOR.patch_values) and nothing["grids"] == () and bool((nothing["visual_BS"] == -1).all())
+        nothing["patches_NC"]().shape == (0, PROCESSOR.patch_values) and nothing["grids"] == () and bool((nothing["visual_BS"] == -1).all())
     )
     assert torch.equal(nothing["positions_3BS"][0], micro_batches([], packing, 1, 2, 0)[0].positions_BS)
     assert "visual_BS" not in micro_batches(weighed, Packing(packing.row, 2, 0), 0, 1, 0)[0].extra
+
+
+def test_patches_are_made_by_micro_batch_and_of_equal_images_once() -> None:
+    """When a model looks, and not before: tries at one task show the same, in whatever micro-batches they lie."""
+    sample, _ = play(Shows())
+    decoder = Decoder(PROCESSOR)
+    weighed = [Weighed(sample, 1.0, 1.0, 1)] * 3
+    batches = micro_batches(weighed, Packing(len(sample.segments[0].tokens), 1, TOKENS.pad_id, decoder=decoder), 0, 1, 0)
+    assert len(batches) == 3 and decoder.decoded == 0
+    patches = [batch.extra["patches_NC"]() for batch in batches]
+    assert all(torch.equal(each, patches[0]) for each in patches) and len(patches[0])
+    assert (decoder.decoded, decoder.spared) == (2, 4)
 
 
 def starts(lengths: Any) -> list[int]:

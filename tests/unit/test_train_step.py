@@ -275,8 +275,12 @@ def test_tensors_within_what_a_loader_adds_go_to_the_device(monkeypatch: pytest.
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     built, batch, grids = make(), batch_of(1.0), ((1, 2, 3), (1, 1, 1))
     built.device = torch.device("meta")
+    made: list[int] = []
     batch.extra.update(grids=grids, patches_NC=torch.ones(2, 3), kept={"in": (torch.ones(1), "a", {"deep": torch.ones(2)})})
+    batch.extra["later"] = lambda: made.append(1) or torch.ones(2)
     moved = built.on_device(batch)
+    assert not made, "what is made where it is needed is not made to be moved"
+    assert moved.extra["later"]().device.type == "meta" and made == [1]
     assert moved.extra["grids"] is grids and moved.extra["bytes"] == 1 and moved.samples == (7,)
     inner = moved.extra["kept"]["in"]
     assert {each.device.type for each in (moved.tokens_BS, moved.extra["patches_NC"], inner[0], inner[2]["deep"])} == {"meta"}

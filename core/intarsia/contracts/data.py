@@ -99,7 +99,7 @@ class Batch:
     `positions_BS` (int64, restarting at each document) and `documents_BS` (int32, 0, 1, ... along the row) are made. A document that began in an
     earlier sample continues as a document of its own here. `labels_BS` holds the next token's id, or IGNORE (padding,
     untrained turns, a document's last token where nothing follows in it).
-    `samples` are the global numbers of the rows. `extra` is the loader's own, tensors included; `extra["bytes"]`, where it is known, is how many
+    `samples` are the global numbers of the rows. `extra` is the loader's own, tensors included, and functions without arguments that make one where it is needed; `extra["bytes"]`, where it is known, is how many
     bytes of text the counted labels stand for: evaluation makes bits per byte of it.
     """
 

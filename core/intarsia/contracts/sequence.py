@@ -53,7 +53,7 @@ class SequenceContext(Protocol):
     A batch is B rows of S tokens; a row may pack several documents. `positions_BS` (int64) is each token's position in its own
     document. A context that cannot serve a kind raises UsageError naming the kind, the mixer and itself.
     A context may have an attribute `extra`, a mapping of what the loader adds to a batch: of `positions_3BS` (int64: positions in time, height and width, where they
-    differ), and of media `patches_NC` (float32: N patches of C values), `grids` (frames, rows and columns of patches of each image or video, in order) and
+    differ), and of media `patches_NC` (float32: N patches of C values; or a function that makes them, for whoever looks), `grids` (frames, rows and columns of patches of each image or video, in order) and
     `visual_BS` (int64: which visual feature stands in this token's place, -1: none); `padding_BS` (bool) where some tokens only fill rows.
     Where `patches_NC` is there it is so on every rank, with no rows where a rank has no images.
     `mixer` arguments are the mixer module's dotted name in the model, which is also its cache's key. For models that predict further ahead

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from intarsia.device import on_device
 
 if TYPE_CHECKING:
     import torch
@@ -68,20 +67,5 @@ class Built:
         self.event("warning", message=message)
 
     def on_device(self, batch: Batch) -> Batch:
-        """The batch with its tensors on the run's device, those in dicts and tuples of `extra` included; whatever holds none stays the very object."""
-        if self.device.type == "cpu":
-            return batch
-
-        def move(value: object) -> object:
-            if isinstance(value, Tensor):
-                # Pinned, since a copy from pageable memory would wait for all that the device has still to do.
-                return value.pin_memory().to(self.device, non_blocking=True)
-            if type(value) is dict:
-                return {name: move(item) for name, item in value.items()}
-            if type(value) is tuple:
-                moved = tuple(map(move, value))
-                return value if all(map(operator.is_, moved, value)) else moved
-            return value
-
-        tensors = {name: move(getattr(batch, name)) for name in ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")}
-        return dataclasses.replace(batch, extra=move(batch.extra), **tensors)  # type: ignore[arg-type]
+        """The batch with its tensors on the run's device."""
+        return on_device(batch, self.device)

@@ -117,6 +117,13 @@ class Generator:
             )
         return self._make_processor()
 
+    @functools.cached_property
+    def decoder(self) -> Any:
+        """What loads images and video, equal ones once. UsageError as `processor`."""
+        from intarsia_multimodal.decoding import Decoder
+
+        return Decoder(self.processor)
+
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """A prompt's tokens. A text begins with the begin-of-text token where the tokenizer has one, as documents do in training."""
         if not isinstance(prompt, str):
@@ -234,7 +241,7 @@ class Generator:
 
     def _input(self, read: Read) -> Input:
         """A prompt with its pixels."""
-        shown = None if read.prepared is None else look(read.prepared, self.processor)
+        shown = None if read.prepared is None else look(read.prepared, self.decoder)
         return Input(read.tokens, "" if shown is None else shown.digest, shown)
 
     @contextlib.contextmanager

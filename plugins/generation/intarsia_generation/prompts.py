@@ -64,21 +64,16 @@ def media_of(content: Any) -> list[Media]:
     return [part for part in content if isinstance(part, Media)]
 
 
-def look(prepared: Any, processor: Any) -> Shown:
+def look(prepared: Any, decoder: Any) -> Shown:
     """Load a prompt's media. MediaError where one cannot be decoded."""
-    visual_S = torch.full((len(prepared.tokens_N),), -1, dtype=torch.int64)
-    seen, digest = 0, hashlib.sha256()
-    for slot in prepared.media:
-        for first, count in slot.spans:
-            visual_S[first : first + count] = torch.arange(seen, seen + count)
-            seen += count
-    loaded = [processor.load(slot) for slot in prepared.media]
-    for slot, patches in zip(prepared.media, loaded, strict=True):
-        digest.update(repr(tuple(slot.grid)).encode())
-        digest.update(patches.tobytes())
-    patches_NC = torch.cat([torch.from_numpy(patches) for patches in loaded])
-    positions_3S = torch.from_numpy(prepared.positions_3N)
-    return Shown(positions_3S, visual_S, patches_NC, tuple(tuple(slot.grid) for slot in prepared.media), digest.hexdigest())
+    loaded = [decoder.load(slot) for slot in prepared.media]
+    digest = hashlib.sha256()
+    for each in loaded:
+        digest.update(repr(tuple(each.grid)).encode())
+        digest.update(each.patches_NC.tobytes())
+    patches_NC = torch.cat([torch.from_numpy(each.patches_NC) for each in loaded])
+    positions_3S, visual_S = torch.from_numpy(prepared.positions_3N), torch.from_numpy(prepared.visual())
+    return Shown(positions_3S, visual_S, patches_NC, tuple(tuple(each.grid) for each in loaded), digest.hexdigest())
 
 
 def check_sight(model: Any, where: str) -> None:

@@ -88,7 +88,7 @@ def _processor(choice: Any, tokenizer: Tokenizer, weights: WeightReader, plugins
 
     def build() -> Any:
         # Configs of processors come with the distribution, which a model of text does without.
-        from intarsia_multimodal.loader import check_model
+        from intarsia_multimodal.contracts import check_model
 
         processor = plugins.build(config, tokenizer)
         check_model(processor, weights.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from intarsia_multimodal.making import Row
 
 
 def stack(rows: Sequence[Row], samples: Sequence[int], merge: int) -> Batch:
-    """The rows as one Batch. `extra` holds `positions_3BS`, `visual_BS` (numbers of features, counted over the batch), `patches_NC`, `grids`, `bytes` where they are known,
+    """The rows as one Batch. `extra` holds `positions_3BS`, `visual_BS` (numbers of features, counted over the batch), `patches_NC` (what makes them), `grids`, `bytes` where they are known,
     `padding_BS` where tokens only fill rows, and `bad_media`, what is wrong with documents that are padding instead. `merge` patches on a side make one feature.
 
     Errors: PluginError unless the rows have a place for each feature of their grids, in order. It is looked at here, on the host: a model does not wait for a device to do so.
@@ -34,7 +35,7 @@ def stack(rows: Sequence[Row], samples: Sequence[int], merge: int) -> Batch:
     extra: dict[str, Any] = {
         "positions_3BS": torch.from_numpy(numpy.stack([row.positions_3S for row in rows], axis=1)),
         "visual_BS": places_BS,
-        "patches_NC": torch.from_numpy(numpy.concatenate([row.patches_NC for row in rows])),
+        "patches_NC": functools.partial(joined, [row.patches_NC for row in rows]),
         "grids": grids,
         "bad_media": tuple(what for row in rows for what in row.bad),
     }
@@ -53,3 +54,8 @@ def stack(rows: Sequence[Row], samples: Sequence[int], merge: int) -> Batch:
         samples=tuple(samples),
         extra=extra,
     )
+
+
+def joined(patches: Sequence[numpy.ndarray]) -> torch.Tensor:
+    """The patches of a micro-batch, one behind the other; made when its model looks at them, so that there is a copy of one micro-batch's at a time."""
+    return torch.from_numpy(numpy.concatenate(patches))

@@ -57,6 +57,20 @@ class Prepared:
     media: tuple[Slot, ...]
     text_bytes: int
 
+    def visual(self, first: int = 0) -> numpy.ndarray:
+        """The number of the feature that stands in each token's place, counted from `first` on; -1: none. int64 [n]."""
+        numbers = numpy.full(len(self.tokens_N), -1, numpy.int64)
+        for slot in self.media:
+            for at, count in slot.spans:
+                numbers[at : at + count] = numpy.arange(first, first + count)
+                first += count
+        return numbers
+
+    @property
+    def features(self) -> int:
+        """How many tokens stand for features."""
+        return sum(slot.features for slot in self.media)
+
     def cut(self, length: int) -> Prepared:
         """Its first `length` tokens, which cut no block in two."""
         kept = tuple(slot for slot in self.media if slot.stop <= length)

@@ -35,16 +35,15 @@ NAMED = 20
 log = logging.getLogger("intarsia_multimodal")
 
 
-__all__ = ["MultimodalLoader", "build", "check_model"]
-
-
 def build(config: MultimodalConfig, recipe: Recipe, plugins: Any, rank: int, ranks: int, directory: Path, split: str) -> MultimodalLoader:
     """The entry's target. Errors: UsageError for settings, sources and documents that are wrong, and for a processor that is not the model's."""
     return MultimodalLoader(config, recipe, plugins, rank, ranks, directory, split)
 
 
 class MultimodalLoader(StepLoader):
-    """See the module. `bad_media` counts, by reason, the documents of this rank that were padding instead."""
+    """See the module. `bad_media` counts, by reason, the documents of this rank that were padding instead. `decodes` is false where nobody looks at patches: in later stages of a pipeline."""
+
+    decodes = True
 
     def __init__(self, config: MultimodalConfig, recipe: Recipe, plugins: Any, rank: int, ranks: int, directory: Path, split: str):
         self._maker = maker = Maker(recipe, plugins, directory, split)
@@ -164,9 +163,9 @@ class MultimodalLoader(StepLoader):
     def _rows(self, plans: Sequence[Sequence[Piece]]) -> list[Row]:
         """The rows of plans, by the workers where there are any."""
         if not self._config.workers:
-            return [self._maker.rows.make(pieces) for pieces in plans]
+            return [self._maker.rows.make(pieces, self.decodes) for pieces in plans]
         workers = self._workers()
-        futures = [workers.submit({"pieces": pieces}) for pieces in plans]
+        futures = [workers.submit({"pieces": pieces, "decode": self.decodes}) for pieces in plans]
         found = [future.result()[1] for future in futures]
         return [row for row in found if row is not None]
 

@@ -12,6 +12,7 @@ from intarsia.errors import PluginError
 from intarsia_data.store import document_named
 
 from intarsia_multimodal.contracts import MediaError, Prepared, Processor
+from intarsia_multimodal.decoding import Decoder
 from intarsia_multimodal.index import stop
 
 
@@ -43,17 +44,19 @@ class Row:
 
 
 class RowMaker:
-    """Makes rows of `size` tokens from pieces of sources."""
+    """Makes rows of `size` tokens from pieces of sources. `decoder` makes equal media patches once."""
 
     def __init__(
         self, sources: Sequence[DataSource], names: Sequence[str], processor: Processor, size: int, pad_id: int, byte_lengths: Sequence[int] | None, bad_media: str
     ):  # fmt: skip
         self._sources, self._names, self.processor = sources, names, processor
+        self.decoder = Decoder(processor)
         self._size, self._pad_id, self._bad_media = size, pad_id, bad_media
         self._byte_lengths = None if byte_lengths is None else numpy.asarray(byte_lengths, dtype=numpy.int64)
 
-    def make(self, pieces: Sequence[Piece]) -> Row:
-        """A row of documents; what is left of it is padding, as a document of its own. Without any it is a row that counts for nothing, for a rank that has no sample.
+    def make(self, pieces: Sequence[Piece], decode: bool = True) -> Row:
+        """A row of documents; what is left of it is padding, as a document of its own. Without any it is a row that counts for nothing, for a rank that has no sample. Without `decode` it has no
+        patches, and what only shows in decoding is not found.
 
         With `bad_media` "skip" a document whose media cannot be decoded is padding of the same length, so that the plan stays as it is. Errors: MediaError with "stop";
         PluginError for a document that is another one than when the plan was made.
@@ -67,7 +70,7 @@ class RowMaker:
             here = slice(at, at + piece.length)
             positions[:, here] = numpy.arange(piece.length)
             try:
-                prepared, patches = self._read(piece)
+                prepared, patches = self._read(piece, decode)
             except MediaError as error:
                 if self._bad_media == "stop":
                     raise stop(self._names[piece.source], piece.document, str(error)) from error
@@ -76,11 +79,9 @@ class RowMaker:
                 tokens[here], positions[:, here], padding[here] = prepared.tokens_N, prepared.positions_3N, False
                 follows = prepared.trained_N[1:]
                 labels[at : at + piece.length - 1][follows] = prepared.tokens_N[1:][follows]
-                for slot in prepared.media:
-                    for first, count in slot.spans:
-                        visual[at + first : at + first + count] = numpy.arange(features, features + count)
-                        features += count
-                    grids.append(slot.grid)
+                visual[here] = prepared.visual(features)
+                features += prepared.features
+                grids += [slot.grid for slot in prepared.media]
                 loaded += patches
             lengths.append(piece.length)
             at += piece.length
@@ -90,8 +91,8 @@ class RowMaker:
         lengths += [self._size - at] if at < self._size else []
         return Row(tokens, labels, visual, positions, padding, stacked, tuple(grids), tuple(lengths), size_bytes, tuple(bad))
 
-    def _read(self, piece: Piece) -> tuple[Prepared, list[numpy.ndarray]]:
-        """A document's tokens and the patches of each of its media, as far as the plan takes it."""
+    def _read(self, piece: Piece, decode: bool) -> tuple[Prepared, list[numpy.ndarray]]:
+        """A document's tokens and the patches of each of its media (none without `decode`), as far as the plan takes it."""
         name = self._names[piece.source]
         with document_named(name, piece.document, "cannot be read", but=(MediaError,)):
             prepared = self.processor.prepare(self._sources[piece.source][piece.document]).cut(piece.length)
@@ -100,8 +101,9 @@ class RowMaker:
                 raise PluginError(
                     f"it has {found[0]} tokens and {found[1]} patches, and had {piece.length} and {piece.patches} when its index was made: the data has changed since. Where a file that it names was replaced, touch the source's own files, or remove its folder in data.cache, and begin a new run"
                 )
-            loaded = [self.processor.load(slot) for slot in prepared.media]
-        for slot, patches in zip(prepared.media, loaded, strict=True):
+            slots = prepared.media if decode else ()
+            loaded = [self.decoder.load(slot).patches_NC for slot in slots]
+        for slot, patches in zip(slots, loaded, strict=True):
             if patches.shape != (slot.patches, self.processor.patch_values) or patches.dtype != numpy.float32:
                 raise PluginError(
                     f"{name}: document {piece.document}: the processor gives {patches.dtype} {list(patches.shape)} for a grid of {slot.grid}; float32 "

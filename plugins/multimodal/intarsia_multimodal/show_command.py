@@ -134,9 +134,10 @@ def save(loader: MultimodalLoader, batch: Batch, folder: Path) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     at = 0
+    patches_NC = batch.extra["patches_NC"]()
     for number, grid in enumerate(batch.extra["grids"]):
         count = grid[0] * grid[1] * grid[2]
-        frames = picture(batch.extra["patches_NC"][at : at + count].numpy(), grid)
+        frames = picture(patches_NC[at : at + count].numpy(), grid)
         at += count
         for place, frame in enumerate(frames if grid[0] > 1 else frames[:1]):
             name = f"{max(batch.samples[0], 0):06d}-{number:03d}" + (f"-{place:03d}" if grid[0] > 1 else "")

@@ -15,6 +15,7 @@ from intarsia import logical, plugins
 from intarsia.comm import Communicator, SelfCommunicator, init_world
 from intarsia.config import Recipe
 from intarsia.contracts import IGNORE, Batch, Loss, LossSum, Model, Parallel
+from intarsia.device import on_device
 from intarsia.discovery import import_reference
 from intarsia.errors import IntarsiaError, PluginError, UsageError
 from intarsia.layout import region_parts, slices
@@ -254,14 +255,6 @@ def parallelise(recipe: Recipe, model: nn.Module, table: ParameterTable, mesh: M
     paralleliser = build_declared(DeclaredConfig()) if recipe.parallel is None else loaded.build(recipe.parallel)
     made: Parallel = paralleliser.apply(model, table, mesh, recipe, rows)
     return made
-
-
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch's tensors on `device`."""
-    named = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    moved: dict[str, Any] = {name: value.to(device) for name, value in named.items() if isinstance(value, Tensor)}
-    extra = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.extra.items()}
-    return dataclasses.replace(batch, **moved, extra=extra)
 
 
 def _sums(results: Sequence[LossSum]) -> dict[str, Tensor]:

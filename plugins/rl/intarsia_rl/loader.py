@@ -23,7 +23,7 @@ from intarsia_rl.config import RolloutsConfig
 from intarsia_rl.contracts import ProcessDied, WeightTransport
 from intarsia_rl.controller.service import SERVICE
 from intarsia_rl.controller.state import sample_from_json, sample_to_json
-from intarsia_rl.media import processor_of
+from intarsia_rl.media import decoder_of, processor_of
 from intarsia_rl.packing import Packing, Weighed, micro_batches
 from intarsia_rl.processes.pages import pages
 from intarsia_rl.processes.plain import plain_recipe
@@ -69,8 +69,8 @@ class RolloutsLoader:
         self._held_out: tuple[int, list[Batch]] | None = None
         algorithm = plugins.build(recipe.loss.algorithm)  # type: ignore[attr-defined]
         pad = next((number for number in (self.tokenizer.pad_id, self.tokenizer.eos_id) if number is not None), 0)
-        needs, processor = bool(algorithm.needs_reference), processor_of(recipe.data, recipe.model, plugins)
-        self._packing = Packing(recipe.train.sequence_length, recipe.train.micro_batch, pad, needs, config.replay_routes, processor)
+        needs, decoder = bool(algorithm.needs_reference), decoder_of(processor_of(recipe.data, recipe.model, plugins))
+        self._packing = Packing(recipe.train.sequence_length, recipe.train.micro_batch, pad, needs, config.replay_routes, decoder)
 
     def attach(self, run: Run) -> None:
         """Take the parts of the run, and begin to start the controller. Every rank."""

@@ -19,6 +19,7 @@ from intarsia_rl.contracts import PlacedMedia
 
 if TYPE_CHECKING:
     from intarsia_multimodal.contracts import Prepared, Processor
+    from intarsia_multimodal.decoding import Decoder
 
 
 def processor_of(data: Any, model: Any, plugins: Any) -> Processor | None:
@@ -35,6 +36,15 @@ def processor_of(data: Any, model: Any, plugins: Any) -> Processor | None:
     processor: Processor = plugins.build(config, plugins.build(data.tokenizer))
     check_model(processor, model)
     return processor
+
+
+def decoder_of(processor: Processor | None) -> Decoder | None:
+    """What loads media by it."""
+    if processor is None:
+        return None
+    from intarsia_multimodal.decoding import Decoder
+
+    return Decoder(processor)
 
 
 def media_of(turns: Sequence[Turn]) -> list[Media]:
@@ -77,7 +87,8 @@ def placed(ids: Sequence[int], media: Sequence[Media], processor: Processor, fir
     if not media:
         return ()
     ids = list(ids)
-    blocks = [tuple(processor.as_ids((medium,))) for medium in media]
+    with used("a turn"):
+        blocks = [tuple(processor.as_ids((medium,))) for medium in media]
     starts = {block: occurrences(ids, block) for block in blocks}
     found: list[PlacedMedia] = []
     taken = bytearray(len(ids))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from intarsia.contracts import IGNORE, Batch, Media
+from intarsia.contracts import IGNORE, Batch
 from intarsia_data.batches import Row, padding_of, stack
 
 from intarsia_rl.contracts import Sample, Segment
@@ -17,7 +18,8 @@ from intarsia_rl.controller.rollout import POLICY
 from intarsia_rl.media import prepared
 
 if TYPE_CHECKING:
-    from intarsia_multimodal.contracts import Processor
+    from intarsia_multimodal.contracts import Slot
+    from intarsia_multimodal.decoding import Decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +50,14 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Sizes of rows, and what is in them. With a `processor` batches have what a model sees, be it nothing."""
+    """Sizes of rows, and what is in them. With a `decoder` batches have what a model sees, be it nothing."""
 
     row: int
     micro_batch: int
     pad_id: int
     reference: bool = False
     routes: bool = False
-    processor: Processor | None = None
+    decoder: Decoder | None = None
 
 
 def pieces_of(samples: Sequence[Weighed]) -> list[Piece]:
@@ -156,45 +158,39 @@ def _stack(rows: Sequence[Sequence[Piece]], packing: Packing, numbers: Mapping[s
         extra["routes_BSLK"] = torch.from_numpy(choices)
     counted = sum(piece.count for pieces in rows for piece in pieces)
     batch = stack(made, size)
-    if packing.processor is not None:
-        extra |= shown(rows, batch.positions_BS, packing.processor)
+    if packing.decoder is not None:
+        extra |= shown(rows, batch.positions_BS, packing.decoder)
     return dataclasses.replace(batch, extra={**extra, **padding_of(made, size), **numbers, "pieces": tuple(places), "count": counted})
 
 
-def shown(rows: Sequence[Sequence[Piece]], positions_BS: torch.Tensor, processor: Processor) -> dict[str, Any]:
-    """What a model sees of these rows, by the names of `Batch.extra`: `positions_3BS`, `visual_BS`, `patches_NC` (no rows where nothing is shown, so that all ranks run the tower) and `grids`."""
+def shown(rows: Sequence[Sequence[Piece]], positions_BS: torch.Tensor, decoder: Decoder) -> dict[str, Any]:
+    """What a model sees of these rows, by the names of `Batch.extra`: `positions_3BS`, `visual_BS`, `patches_NC` (what makes them, when a model looks at them; no rows where nothing is shown, so that all ranks
+    run the tower) and `grids`."""
     positions_3BS = positions_BS.expand(3, *positions_BS.shape).clone()
     visual_BS = torch.full_like(positions_BS, -1)
-    patches: list[numpy.ndarray] = [numpy.zeros((0, processor.patch_values), numpy.float32)]
-    grids: list[tuple[int, int, int]] = []
-    # Tries at one task show the same.
-    loaded: dict[Media, numpy.ndarray] = {}
-    seen = 0
+    slots: list[Slot] = []
+    features = 0
     for row, pieces in enumerate(rows):
         at = 0
         for piece in pieces:
+            here = slice(at, at + len(piece))
             if piece.segment.media:
-                found = prepared(piece.segment.tokens, piece.segment.media, processor)
-                positions_3BS[:, row, at : at + len(piece)] = torch.from_numpy(found.positions_3N)
-                for slot in found.media:
-                    if slot.media not in loaded:
-                        loaded[slot.media] = processor.load(slot)
-                    patches.append(loaded[slot.media])
-                    grids.append(slot.grid)
-                    for first, count in slot.spans:
-                        visual_BS[row, at + first : at + first + count] = torch.arange(seen, seen + count)
-                        seen += count
-            at += len(piece)
+                found = prepared(piece.segment.tokens, piece.segment.media, decoder.processor)
+                positions_3BS[:, row, here] = torch.from_numpy(found.positions_3N)
+                visual_BS[row, here] = torch.from_numpy(found.visual(features))
+                features += found.features
+                slots += found.media
+            at = here.stop
     return {
         "positions_3BS": positions_3BS,
         "visual_BS": visual_BS,
-        "patches_NC": torch.from_numpy(numpy.concatenate(patches)),
-        "grids": tuple(grids),
+        "patches_NC": functools.partial(patches_of, slots, decoder),
+        "grids": tuple(slot.grid for slot in slots),
     }
 
 
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors there."""
-    extra = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.extra.items()}
-    tensors: dict[str, Any] = {name: getattr(batch, name).to(device) for name in ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")}
-    return dataclasses.replace(batch, extra=extra, **tensors)
+def patches_of(slots: Sequence[Slot], decoder: Decoder) -> torch.Tensor:
+    """The patches of media, one behind the other, float32 [N, C]. Errors: MediaError."""
+    nothing = numpy.zeros((0, decoder.processor.patch_values), numpy.float32)
+    loaded = [decoder.load(slot) for slot in slots]
+    return torch.from_numpy(numpy.concatenate([nothing, *(each.patches_NC for each in loaded)]))

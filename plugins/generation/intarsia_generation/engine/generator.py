@@ -9,14 +9,13 @@ import itertools
 import logging
 import queue
 import threading
-import weakref
 from collections.abc import Callable, Container, Sequence
 from typing import Any, Literal
 
 from intarsia.contracts import Tokenizer
 from intarsia.errors import UsageError
 from intarsia_rl.contracts import Generated, GeneratorFacts, GeneratorStats, Request, WeightVersion
-from torch import Tensor
+from intarsia_rl.media import decoder_of
 
 from intarsia_generation.engine.engine import Engine
 from intarsia_generation.engine.request import Job
@@ -47,10 +46,8 @@ class LocalGenerator:
         self, engine: Engine, facts: GeneratorFacts, tokenizer: Callable[[], Tokenizer] | None = None, processor: Any = None
     ) -> None:
         self.facts = facts
-        self._processor = processor
+        self._decoder = decoder_of(processor)
         self._loading: dict[str, bool] = {}
-        # Tries at one task show the same, and requests keep what they show until they end.
-        self._patches: weakref.WeakValueDictionary[bytes, Tensor] = weakref.WeakValueDictionary()
         self._engine, self._make_tokenizer = engine, tokenizer
         self._tokenizer: Tokenizer | None = None
         self._ids: set[str] = set()
@@ -147,8 +144,9 @@ class LocalGenerator:
 
     async def _look(self, request: Request) -> Sight:
         """Load what a request shows, beside the loop; an abort that comes meanwhile is noted in `_loading`. See `look` for what cannot be used."""
+        assert self._decoder is not None, "without a processor `check` refuses what shows something"
         self._loading[request.id] = False
-        return await asyncio.to_thread(look, request, self._processor, self._patches)
+        return await asyncio.to_thread(look, request, self._decoder)
 
     def _stop_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

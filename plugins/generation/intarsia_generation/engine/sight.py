@@ -6,15 +6,17 @@ Shape suffixes: N tokens in a line, S tokens of a request, M visual features, D 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from intarsia_rl.contracts import Request
 from intarsia_rl.media import prepared, used
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from intarsia_multimodal.decoding import Decoder, Loaded
 
 KEPT_FEATURES = 1 << 16
 """Features of media that are kept for other requests that show the same."""
@@ -32,7 +34,7 @@ class Seen:
     first: int
     last: int
     grid: tuple[int, int, int]
-    patches_NC: Tensor
+    loaded: Loaded
     digest: bytes
 
 
@@ -63,22 +65,16 @@ class Sight:
         return torch.cat((self.positions_3S[:, start:end], later_S.expand(3, -1)), 1)
 
 
-def look(request: Request, processor: Any, shared: MutableMapping[bytes, Tensor] | None = None) -> Sight:
-    """Load what a request shows; of equal media `shared` has the patches once, by digest. EnvironmentFailure for a medium that cannot be decoded, UsageError for one that is not where it is said to be."""
-    shared = {} if shared is None else shared
+def look(request: Request, decoder: Decoder) -> Sight:
+    """Load what a request shows. EnvironmentFailure for a medium that cannot be decoded, UsageError for one that is not where it is said to be."""
     media, seen = [], 0
     with used("a request"):
-        found = prepared((*request.tokens, *request.forced), request.media, processor)
-        visual_S = torch.full((len(found.tokens_N),), -1, dtype=torch.int64)
+        found = prepared((*request.tokens, *request.forced), request.media, decoder.processor)
         for slot in found.media:
-            patches = processor.load(slot)
-            digest = hashlib.sha256(repr(tuple(slot.grid)).encode() + patches.tobytes()).digest()
-            patches_NC = shared.setdefault(digest, torch.from_numpy(patches))
-            media.append(Seen(slot.at, slot.stop, seen, seen + slot.features, slot.grid, patches_NC, digest))
-            for first, count in slot.spans:
-                visual_S[first : first + count] = torch.arange(seen, seen + count)
-                seen += count
-    positions_3S = torch.from_numpy(found.positions_3N)
+            loaded = decoder.load(slot)
+            media.append(Seen(slot.at, slot.stop, seen, seen + slot.features, slot.grid, loaded, loaded.digest))
+            seen += slot.features
+    positions_3S, visual_S = torch.from_numpy(found.positions_3N), torch.from_numpy(found.visual())
     return Sight(positions_3S, visual_S, tuple(media), int(positions_3S.max()) + 1 - len(found.tokens_N))
 
 
@@ -153,7 +149,7 @@ class Eyes:
             self._kept.move_to_end(medium.digest)
             return self._kept[medium.digest]
         self.looks += 1
-        features = self._kept[medium.digest] = self._model.see(medium.patches_NC.to(self._device), (medium.grid,))
+        features = self._kept[medium.digest] = self._model.see(torch.from_numpy(medium.loaded.patches_NC).to(self._device), (medium.grid,))
         while len(self._kept) > 1 and sum(each.shape[0] for each, _ in self._kept.values()) > KEPT_FEATURES:
             self._kept.popitem(last=False)
         return features

@@ -20,13 +20,13 @@ import numpy
 import torch
 from intarsia.config import Recipe
 from intarsia.contracts import IGNORE, Batch, Run, StateItem, Tokenizer
+from intarsia.device import on_device
 from intarsia.errors import CheckpointError, UsageError
 from intarsia.hooks import undisturbed
 from intarsia_data.batches import Row, padding_of, stack
 from intarsia_data.order import key_of, mix
 from intarsia_data.store import TokenStore, open_store
 
-from intarsia_rl.packing import on_device
 from intarsia_rl.preferences import packing
 from intarsia_rl.preferences.config import PreferencesConfig
 

@@ -70,7 +70,10 @@ class VisionLanguageModel(LanguageModel):
         if "features" in extra:
             given: Seen = extra["features"]
             return given
-        return self.see(extra["patches_NC"], extra["grids"]) if "patches_NC" in extra else None
+        if "patches_NC" not in extra:
+            return None
+        patches = extra["patches_NC"]
+        return self.see(patches() if callable(patches) else patches, extra["grids"])
 
     def placed(self, tokens_BS: Tensor, seen: Seen | None, context: SequenceContext) -> Carry:
         """The residual stream, with what was seen in its tokens' places."""

@@ -13,6 +13,7 @@ import numpy
 import torch
 from intarsia import ops
 from intarsia.contracts import IGNORE
+from intarsia.device import on_device
 from intarsia.errors import UsageError
 from intarsia_data.batches import Row, stack
 from intarsia_eager.context import TrainContext, windows_of
@@ -22,7 +23,6 @@ from torch import nn
 from intarsia_rl.algorithms.operators import token_log_probs
 from intarsia_rl.contracts import Generated, Request, Sampling, WeightVersion
 from intarsia_rl.invariant.parity.record import Recorder, Token
-from intarsia_rl.packing import on_device
 
 Sequences = Mapping[str, Sequence[int]]
 """Token ids by the sequence's name."""

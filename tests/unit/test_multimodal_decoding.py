@@ -1,0 +1,199 @@
+"""Equal media are decoded once, within a bound, whoever asks; what goes wrong is told to all who wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import chz
+import numpy
+import pytest
+import torch
+from intarsia.config import MixturePart
+from intarsia.contracts import Document, Media
+from intarsia.plugins import current
+from intarsia_data.config import ByteTokenizerConfig
+from intarsia_llama3.recipes import debug
+from intarsia_multimodal import plugin
+from intarsia_multimodal.config import DrawnConfig, MultimodalConfig
+from intarsia_multimodal.contracts import MediaError, Slot
+from intarsia_multimodal.decoding import Decoder
+from intarsia_multimodal.loader import MultimodalLoader
+from intarsia_multimodal.making import Piece, RowMaker
+from intarsia_multimodal.patches import PatchProcessor
+
+from tests.support.media import SMALL, SPECIALS, encoded, image, noise, tokenizer
+
+PROCESSOR = PatchProcessor(SMALL, tokenizer())
+
+
+class Counting:
+    """The processor, with what it was asked for; `before` is called first."""
+
+    patch_values = PROCESSOR.patch_values
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self.asked: list[Media] = []
+        self.before = before
+
+    def load(self, slot: Slot) -> numpy.ndarray:
+        self.asked.append(slot.media)
+        self.before()
+        return PROCESSOR.load(slot)
+
+
+def slot_of(medium: Media) -> Slot:
+    (slot,) = PROCESSOR.prepare(Document(parts=(medium,))).media
+    return slot
+
+
+def decoder(counting: Any, limit: int = 1 << 20) -> Decoder:
+    return Decoder(counting, limit)
+
+
+def test_media_are_equal_by_their_contents(tmp_path: Path) -> None:
+    """A file and its bytes; not another image, nor the same frames as a video, nor a file that was written anew."""
+    asked = Counting()
+    made = decoder(asked)
+    one, file = image(16, 24), tmp_path / "one.png"
+    assert isinstance(one.data, bytes)
+    file.write_bytes(one.data)
+    first = made.load(slot_of(one))
+    assert (
+        made.load(slot_of(Media("image", bytes(bytearray(one.data))))) is first and made.load(slot_of(Media("image", str(file)))) is first
+    )
+    assert numpy.array_equal(first.patches_NC, PROCESSOR.load(slot_of(one))) and (made.decoded, made.spared) == (1, 2)
+    other = made.load(slot_of(image(16, 24, 1)))
+    assert other.digest != first.digest
+    file.write_bytes(encoded(noise(16, 24, 7)))
+    assert not numpy.array_equal(made.load(slot_of(Media("image", str(file)))).patches_NC, first.patches_NC)
+    frames = encoded(noise(16, 24)), encoded(noise(16, 24, 1))
+    videos = [made.load(slot_of(Media("video", each))) for each in (frames, frames[::-1], frames)]
+    assert videos[0] is videos[2] and videos[0].digest != videos[1].digest
+    assert made.decoded == len(asked.asked) == 5
+
+
+def test_what_is_kept_is_bounded_and_what_somebody_has_is_found() -> None:
+    slots = [slot_of(image(16, 16, number)) for number in range(4)]
+    size = PROCESSOR.load(slots[0]).nbytes
+    made = decoder(Counting(), 2 * size)
+    held = made.load(slots[0])
+    for slot in slots[1:]:
+        made.load(slot)
+    assert made.load(slots[0]) is held, "it is no longer kept, and somebody has it"
+    made.load(slots[3])
+    assert (made.decoded, made.spared) == (4, 2)
+    made.load(slots[1])
+    assert made.decoded == 5, "nobody has it, and later ones were kept instead"
+    small = decoder(Counting(), 1)
+    small.load(slots[0])
+    small.load(slots[0])
+    assert (small.decoded, small.spared) == (1, 1), "the last one is kept, however large"
+
+
+def test_threads_that_ask_at_once_decode_once() -> None:
+    """And are told the same error."""
+    many, slot = 4, slot_of(image(16, 16))
+    begun = threading.Event()
+    counting = Counting()
+    made = decoder(counting)
+
+    def wait() -> None:
+        begun.set()
+        while made.spared < many - 1:  # the others have come, and wait for this one
+            threading.Event().wait(0.001)
+
+    counting.before = wait
+    with ThreadPoolExecutor(many) as threads:
+        found = list(threads.map(lambda _: made.load(slot), range(many)))
+    assert all(each is found[0] for each in found) and made.decoded == 1
+    cut = slot_of(image(16, 24))
+    assert isinstance(cut.media.data, bytes)
+    broken = Slot(Media("image", cut.media.data[: len(cut.media.data) // 2]), cut.at, cut.stop, cut.spans, cut.grid, cut.frames, cut.size)
+    many = made.spared + 4
+
+    def ask(_: int) -> str:
+        with pytest.raises(MediaError) as caught:
+            made.load(broken)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(ask, range(4)))) == 1
+    assert made.decoded == 2
+
+
+def test_what_is_no_file_is_asked_for_each_time(tmp_path: Path) -> None:
+    """An URL, whose contents are not known; a file that is gone is the processor's error."""
+    slot = slot_of(image(16, 16))
+    made = decoder(Counting())
+    for data in ("http://127.0.0.1:9/one.png", str(tmp_path / "gone.png"), str(tmp_path)):
+        elsewhere = Slot(Media("image", data), slot.at, slot.stop, slot.spans, slot.grid, slot.frames, slot.size)
+        for _ in range(2):
+            with pytest.raises(MediaError):
+                made.load(elsewhere)
+    assert made.decoded == 6 and made.spared == 0
+
+
+def test_rows_that_show_the_same_decode_it_once() -> None:
+    """Several questions on one image, in one row and in the next."""
+    documents = [Document(parts=(image(16, 16), f"question {number}")) for number in range(4)]
+    maker = RowMaker([documents], ["asked"], PROCESSOR, 64, 0, None, "stop")
+    pieces = [Piece(0, number, len(PROCESSOR.prepare(each).tokens_N), 16) for number, each in enumerate(documents)]
+    rows = [maker.make(pieces[:2]), maker.make(pieces[2:])]
+    assert all(row.grids == ((1, 4, 4),) * 2 and numpy.array_equal(row.patches_NC[:16], rows[0].patches_NC[16:]) for row in rows)
+    assert (maker.decoder.decoded, maker.decoder.spared) == (1, 3)
+
+
+def drawn(folder: Path, workers: int) -> MultimodalLoader:
+    run = debug()
+    loader = MultimodalConfig(processor=SMALL, workers=workers)
+    mixture = (MixturePart(source=DrawnConfig(documents=8)),)
+    data = chz.replace(
+        run.data,
+        loader=loader,
+        mixture=mixture,
+        tokenizer=ByteTokenizerConfig(specials=SPECIALS),
+        held_out=0.0,
+        prefetch=0,
+        cache=str(folder),
+    )
+    run = chz.replace(run, data=data, train=chz.replace(run.train, sequence_length=256, global_batch=2))
+    return MultimodalLoader(loader, run, current(), 0, 1, folder, "train")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_without_a_tower_decode_nothing(tmp_path: Path, workers: int) -> None:
+    """In later stages of a pipeline: all but the patches is what the first stage has. What cannot be decoded is left out by all, or by none."""
+    loaders = [drawn(tmp_path, workers) for _ in range(3)]
+    models = SimpleNamespace(visual=object()), SimpleNamespace(visual=None), SimpleNamespace(visual=None)
+    policies = "stop", "stop", "skip"
+    for loader, model, policy in zip(loaders, models, policies, strict=True):
+        recipe = SimpleNamespace(data=SimpleNamespace(loader=MultimodalConfig(processor=SMALL, bad_media=policy)))
+        run: Any = SimpleNamespace(recipe=recipe, parts={"model": model, "data": loader})
+        plugin.after_build(run, "parameters")
+    (first,), (later,), (skipping,) = (loader.next_step() for loader in loaders)
+    for loader in loaders:
+        loader.close()
+    patches = [batch.extra["patches_NC"]().shape[0] for batch in (first, later, skipping)]
+    assert patches[0] == patches[2] > 0 == patches[1]
+    for name in ("tokens_BS", "labels_BS"):
+        assert torch.equal(getattr(first, name), getattr(later, name))
+    for name in ("positions_3BS", "visual_BS"):
+        assert torch.equal(first.extra[name], later.extra[name])
+    assert first.extra["grids"] == later.extra["grids"] and len(first.extra["grids"]) > 1
+
+
+def test_features_are_numbered_in_one_place() -> None:
+    """Of all media in order, from any number on; a cut leaves out those that it cuts off."""
+    prepared = PROCESSOR.prepare(Document(parts=("a", image(16, 16), "b", Media("video", (encoded(noise(16, 16)),) * 4), "c")))
+    numbers = prepared.visual(10)
+    assert numbers[numbers >= 0].tolist() == list(range(10, 10 + prepared.features)) and prepared.features > 4
+    ids = {PROCESSOR.ids["image_id"], PROCESSOR.ids["video_id"]}
+    assert [number >= 0 for number in numbers] == [token in ids for token in prepared.tokens_N.tolist()]
+    first, second = prepared.media
+    short = prepared.cut(second.at)
+    assert short.features == first.features and (short.visual() >= 0).sum() == first.features
