@@ -18,10 +18,9 @@ import triton.language as tl
 from intarsia.errors import UsageError
 from intarsia.ops import Packing
 from torch import Tensor
-from torch.library import wrap_triton
 
 from intarsia_kernels.attention.widths import WIDEST
-from intarsia_kernels.direct import direct_op
+from intarsia_kernels.direct import direct_op, wrap_triton
 from intarsia_kernels.invariant.segments import Segments, of_lengths, segments
 
 KEYS = 64
@@ -55,6 +54,24 @@ def _load(pointer, index, count, stride, head, head_stride, offsets, width):
 
 
 @triton.jit
+def _weighed(s, m, scale):
+    """Weights of masked scores, the largest so far, and by what earlier sums have to shrink."""
+    largest = tl.maximum(m, tl.max(s, axis=1) * scale)
+    p = tl.exp2(s * scale - largest[:, None])
+    kept = tl.exp2(m - largest)
+    return p, largest, kept
+
+
+@triton.jit
+def _summed(p, v, kept, total, o, PRECISION: tl.constexpr):
+    """Sums of weights and of weighted values, with a block's."""
+    total = total * kept + tl.sum(p, axis=1)
+    o = o * kept[:, None]
+    o = tl.dot(p.to(v.dtype), v, o, input_precision=PRECISION)
+    return total, o
+
+
+@triton.jit
 def _block(q, position_q, k_pointer, v_pointer, block, key_count, key_position, kv_head, k_stride, k_head, v_stride, v_head, scale, softcap,
            window, m, total, o, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEYS: tl.constexpr,
            HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -68,13 +85,9 @@ def _block(q, position_q, k_pointer, v_pointer, block, key_count, key_position, 
         if HAS_WINDOW:
             seen = seen & (distance < window)
         s = tl.where(seen, s, -float("inf"))
-    largest = tl.maximum(m, tl.max(s, axis=1) * scale)
-    p = tl.exp2(s * scale - largest[:, None])
-    kept = tl.exp2(m - largest)
+    p, largest, kept = _weighed(s, m, scale)
     v = _load(v_pointer, index, key_count, v_stride, kv_head, v_head, tl.arange(0, BLOCK_DV), DV)
-    total = total * kept + tl.sum(p, axis=1)
-    o = o * kept[:, None]
-    o = tl.dot(p.to(v.dtype), v, o, input_precision=PRECISION)
+    total, o = _summed(p, v, kept, total, o, PRECISION)
     return largest, total, o
 
 
@@ -272,6 +285,14 @@ def _named(q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, scale: float, softcap: f
     }
 
 
+def tiles(queries: int, groups: int) -> tuple[int, bool, int]:
+    """Rows of a tile for segments of at most so many queries, whether they are heads of one query, and warps."""
+    packed = queries == 1 and groups > 1
+    rows = max(16, triton.next_power_of_2(groups)) if packed else (64 if queries > 16 else 16)
+    # One warp where a tile has few rows: with more, a row's sum would cross them, in another order.
+    return rows, packed, 1 if rows == 16 else 4
+
+
 @direct_op("intarsia::block_attention")
 def block_attention(
     q_NHD: Tensor,
@@ -287,10 +308,7 @@ def block_attention(
     """Attention of lines of tokens by segments (`Segments.table`), [N, H, Dv], and the base-2 logarithm of each row's sum of exponentials, float32 [N, H]. `queries` are the most of a segment."""
     out = q_NHD.new_zeros(*q_NHD.shape[:2], v_MKD.shape[2])
     lse = torch.zeros(q_NHD.shape[:2], dtype=torch.float32, device=q_NHD.device)
-    groups = q_NHD.shape[1] // k_MKD.shape[1]
-    packed = queries == 1 and groups > 1
-    # One warp where a tile has few rows: with more, a row's sum would cross them, in another order.
-    rows = max(16, triton.next_power_of_2(groups)) if packed else (64 if queries > 16 else 16)
+    rows, packed, warps = tiles(queries, q_NHD.shape[1] // k_MKD.shape[1])
     if out.numel():
         grid = (1 if packed else triton.cdiv(queries, rows), k_MKD.shape[1] if packed else q_NHD.shape[1], table.shape[0])
         wrap_triton(_forward)[grid](
@@ -305,7 +323,7 @@ def block_attention(
             ROWS=rows,
             PACKED=packed,
             HAS_SINKS=sinks_H is not None,
-            num_warps=1 if rows == 16 else 4,
+            num_warps=warps,
             num_stages=2,
         )
     return out, lse
