@@ -23,7 +23,7 @@ from intarsia_testing import TransportConformance
 
 GPUS = min(torch.cuda.device_count(), 4)
 # Of each test: starting torch and NCCL in its processes takes most of it.
-LIMIT_S = 60.0
+LIMIT_S = 280.0
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="copies between GPUs need two of them on this host")]
 
