@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -100,12 +100,16 @@ def operators(plugins: Plugins | None = None) -> Mapping[str, Operator]:
 
 def find(name: str, plugins: Plugins | None = None) -> Operator:
     """The operator `name`, of core or of a plugin, of which only its code is imported. Raises UsageError with the nearest names."""
-    if name in _OPERATORS:
-        return _OPERATORS[name]
-    offered = _offered(plugins)
-    if name not in offered:
-        raise UsageError(f"There is no operator {name!r}. {did_you_mean(name, (*_OPERATORS, *offered))}")
-    return _imported(offered[name], plugins)
+    return _found((name,), plugins)[name]
+
+
+def _found(names: Collection[str], plugins: Plugins | None = None) -> dict[str, Operator]:
+    """Those of these names. A generator asks in every step: what plugins offer is looked at once."""
+    offered = {} if _OPERATORS.keys() >= set(names) else _offered(plugins)
+    for name in names:
+        if name not in _OPERATORS and name not in offered:
+            raise UsageError(f"There is no operator {name!r}. {did_you_mean(name, (*_OPERATORS, *offered))}")
+    return {name: _OPERATORS[name] if name in _OPERATORS else _imported(offered[name], plugins) for name in names}
 
 
 def _offered(plugins: Plugins | None) -> dict[str, Entry]:
@@ -131,11 +135,12 @@ def _imported(entry: Entry, plugins: Plugins | None) -> Operator:
 @contextlib.contextmanager
 def installed(choices: Mapping[str, Choice]) -> Iterator[None]:
     """Put choices in force for the length of a `with` block. Operators that are not named keep theirs. Stability: provisional."""
-    before = {name: find(name).choice for name in choices}
+    found = _found(choices)
+    before = {name: operator.choice for name, operator in found.items()}
     try:
-        for name, choice in choices.items():
-            find(name).put(choice)
+        for name, operator in found.items():
+            operator.put(choices[name])
         yield
     finally:
-        for name, choice in before.items():
-            find(name).put(choice)
+        for name, operator in found.items():
+            operator.put(before[name])

@@ -92,13 +92,13 @@ class Scheduler:
         """The next step; empty where nothing can be computed. Blocks are given to all of it. `admit`: requests may begin; those that had begun and lost their blocks always go on."""
         chunks: list[Chunk] = []
         left, preempted = self.budget, self.preemptions
-        for is_decode in (True, False):
-            for job in [each for each in self.running if (each.needed - each.computed == 1) == is_decode]:
-                size = min(job.needed - job.computed, left)
-                # A request that lost its blocks to one before it in this very plan is no longer among those that run.
-                if size > 0 and job.row >= 0 and self._make_room(job, job.computed + size):
-                    chunks.append(self._chunk(job, size, size == 1))
-                    left -= size
+        missing = [(job, job.needed - job.computed) for job in self.running]
+        for job, size in [*(each for each in missing if each[1] == 1), *(each for each in missing if each[1] > 1)]:
+            size = min(size, left)
+            # A request that lost its blocks to one before it in this very plan is no longer among those that run.
+            if size > 0 and job.row >= 0 and self._make_room(job, job.computed + size):
+                chunks.append(self._chunk(job, size, size == 1))
+                left -= size
         for chunk in chunks:
             self._name(chunk.job)
         for job in [] if preempted < self.preemptions else [each for each in self.waiting if admit or each.begun]:
