@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -72,10 +72,11 @@ def kernels() -> Any:
     return ops.select({"*": "reference"}, current(), frozenset({"cpu"}), "float32").choices
 
 
-def engine(family: str, *, blocks: int = 200, batch: int = 64, prefix: bool = True, sequences: int = 5) -> Engine:
-    made = Engine(
-        model(family), CPU, Sizes(4, blocks, sequences, batch, min(256, 4 * blocks), prefix), lambda weights: None, choices=kernels()
-    )
+def engine(
+    family: str, *, blocks: int = 200, batch: int = 64, prefix: bool = True, sequences: int = 5, graphs: Literal["off", "eager"] = "off"
+) -> Engine:
+    sizes = Sizes(4, blocks, sequences, batch, min(256, 4 * blocks), prefix)
+    made = Engine(model(family), CPU, sizes, lambda weights: None, choices=kernels(), graphs=graphs)
     made.begin(0)
     return made
 
@@ -126,18 +127,19 @@ def agree(family: str, requests: list[Request], results: list[Generated]) -> Non
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize(
-    ("batch", "blocks", "prefix"),
-    [(400, 200, True), (7, 200, True), (13, 28, True), (400, 200, False)],
-    ids=["whole", "cut", "scarce", "no prefixes"],
+    ("batch", "blocks", "prefix", "graphs"),
+    [(400, 200, True, "off"), (7, 200, True, "off"), (13, 28, True, "off"), (400, 200, False, "off"), (7, 200, True, "eager")],
+    ids=["whole", "cut", "scarce", "no prefixes", "fixed shapes"],
 )
-def test_every_arrangement_gives_what_one_pass_gives(family: str, batch: int, blocks: int, prefix: bool) -> None:
-    """Images cut by the border of a step, requests without media beside, blocks that run out: log-probabilities are the trainer's."""
-    made = engine(family, batch=batch, blocks=blocks, prefix=prefix)
+def test_every_arrangement_gives_what_one_pass_gives(family: str, batch: int, blocks: int, prefix: bool, graphs: Any) -> None:
+    """Images cut by the border of a step, requests without media beside, blocks that run out, steps in fixed shapes: log-probabilities are the trainer's."""
+    made = engine(family, batch=batch, blocks=blocks, prefix=prefix, graphs=graphs)
     requests = [request(number, parts, 20) for number, parts in enumerate(PROMPTS)]
     results = run(made, requests)
     agree(family, requests, results)
     assert (made.scheduler.preemptions > 0) == (blocks < 200)
     assert made.eyes.looks == 6, "equal images are looked at once"
+    assert (made.runner.static.computed >= 19) == (graphs == "eager")
 
 
 def test_a_prefix_is_known_by_what_it_shows() -> None:
