@@ -36,7 +36,7 @@ MESHES: dict[str, tuple[int, str, tuple[str, ...]]] = {
 }
 
 # All meshes run at the first test's beginning.
-pytestmark = pytest.mark.timeout(2400)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
         yield Answers(folder, meshes)
 
 
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "recipe,mesh", [pytest.param(*case, marks=() if case in SHORT else pytest.mark.slow, id=" ".join(case)) for case in CASES]
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from intarsia.contracts import Turn
+from intarsia_data.tokenizer import text_of
 
 REASONED = "</think>"
 
 
 def said(turn: Turn) -> str:
     """The text of a turn behind its reasoning."""
-    text = turn.content if isinstance(turn.content, str) else "".join(part for part in turn.content if isinstance(part, str))
-    return text.rpartition(REASONED)[2]
+    return text_of(turn.content).rpartition(REASONED)[2]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from intarsia.contracts import Limits, Observation, StepResult, Task, ToolSpec, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import UsageError, did_you_mean
+from intarsia_data.tokenizer import text_of
 
 GUESS = ToolSpec(
     "guess",
@@ -142,5 +143,4 @@ class ScriptedGenerator:
             assert number <= len(self._script), f"the script has {len(self._script)} turns and turn {number} was asked for"
             said = self._script[number - 1]
         turn = Turn("assistant", said) if isinstance(said, str) else said
-        text = turn.content if isinstance(turn.content, str) else "".join(part for part in turn.content if isinstance(part, str))
-        return turn if turn.tokens is not None else dataclasses.replace(turn, tokens=tuple(text.encode()))
+        return turn if turn.tokens is not None else dataclasses.replace(turn, tokens=tuple(text_of(turn.content).encode()))

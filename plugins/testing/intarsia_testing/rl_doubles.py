@@ -36,6 +36,7 @@ from intarsia_rl.contracts import (
 )
 from intarsia_rl.processes.codec import HEAD, decode, encode
 from intarsia_rl.processes.failures import error_of, plain_error
+from intarsia_rl.processes.generator_service import GeneratorService, serve
 
 from intarsia_testing.rollout_doubles import log_prob
 
@@ -378,6 +379,16 @@ def offered(folder: Path, monkeypatch: Any) -> Plugins:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
     return load()
+
+
+async def serve_until_a_token(**arguments: Any) -> GeneratorService:
+    """The service of the generator `local`, which computes nothing more once a request has a token: what comes meanwhile finds it under way, however slow that is."""
+    service = await serve(**arguments)
+    generator: Any = service._generator
+    engine = generator._engine
+    step = engine.step
+    engine.step = lambda admit=True: not any(job.log_probs for job in engine.jobs) and step(admit)
+    return service
 
 
 # ---------------------------------------------------------------- no processes

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from intarsia.contracts import Media, Message, Tokenizer, ToolSpec, Turn
 from intarsia.errors import UsageError
+from intarsia_data.tokenizer import text_of
 from intarsia_rl.contracts import Finish
 
 from intarsia_chat.formats.values import arguments_of
@@ -56,7 +57,7 @@ class TemplateRenderer:
                 f"template renderer: turn {number + 1} holds an image, and this renderer takes ids. Set data.loader.processor, which makes them."
             )
         if not isinstance(content, str) and all(isinstance(part, str) for part in content):
-            content = "".join(map(str, content))
+            content = text_of(content)
         if turn.role == "assistant" and turn.tokens is not None:
             # The ids stand for the calls as well; the template only sees that there are some.
             content = self._conversation.text_of(turn.tokens)

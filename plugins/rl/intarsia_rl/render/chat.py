@@ -14,6 +14,7 @@ from typing import Any
 
 from intarsia.contracts import Media, Message, Parts, Tokenizer, ToolCall, ToolSpec, Turn
 from intarsia.errors import PluginError, UsageError
+from intarsia_data.tokenizer import text_of
 
 from intarsia_rl.contracts import Finish
 from intarsia_rl.render.config import ChatConfig
@@ -64,7 +65,7 @@ class ChatRenderer:
             return None
         if not self._config.keep_reasoning and _last_user(new) >= 0:
             open_turns = [turn for turn in turns[_last_user(turns) + 1 :] if turn.role == "assistant"]
-            if any(self._config.reasoning_open in _words(self._content(turn)) for turn in open_turns):
+            if any(self._config.reasoning_open in text_of(self._content(turn)) for turn in open_turns):
                 return None
         ids = self._rest_of_end(turns[-1].tokens)
         for turn in new:
@@ -228,9 +229,4 @@ def _behind(content: str | Parts, text: str) -> str | Parts:
         raise UsageError("chat renderer: a turn holds an image, and this renderer takes ids. Set data.loader.processor, which makes them.")
     if any(isinstance(part, int) for part in content):
         return (*content, text) if text else content
-    return _words(content) + text
-
-
-def _words(content: str | Parts) -> str:
-    """The texts of a content."""
-    return content if isinstance(content, str) else "".join(part for part in content if isinstance(part, str))
+    return text_of(content) + text
