@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import re
 import shlex
@@ -151,12 +152,47 @@ def test_each_page_is_in_the_navigation(pages: dict[str, str]) -> None:
     assert sorted(navigation) == sorted(written | set(pages))
 
 
+def own_readmes() -> list[Path]:
+    """README files of this repository: environments that nox and others make in hidden folders hold other people's."""
+    found = [path for top in ROOT.iterdir() if top.is_dir() and not top.name.startswith(".") for path in top.rglob("README.md")]
+    return [path for path in found if not any(part.startswith(".") or part == "node_modules" for part in path.relative_to(ROOT).parts)]
+
+
 def test_links_from_files_outside_the_documentation_lead_somewhere() -> None:
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("*/**/README.md")]:
-        if "node_modules" in path.parts or ".venv" in path.parts:
-            continue
+    readmes = own_readmes()
+    assert {ROOT / "core" / "README.md", ROOT / "plugins" / "rl" / "README.md"} <= set(readmes)
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *readmes]:
         for target in re.findall(r"\]\(([^)#\s]+)", path.read_text("utf-8")):
             assert target.startswith(("http:", "https:")) or (path.parent / target).exists(), (path, target)
+
+
+def nox_sessions() -> set[str]:
+    """Names of the sessions in noxfile.py, which is read and not run: tests need no nox."""
+    names = set()
+    for node in ast.parse((ROOT / "noxfile.py").read_text("utf-8")).body:
+        for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+            if ast.unparse(decorator).startswith("nox.session"):
+                (given,) = [word.value for word in getattr(decorator, "keywords", ()) if word.arg == "name"] or [ast.Constant(node.name)]
+                names.add(ast.literal_eval(given))
+    return names
+
+
+def test_contributors_are_told_of_each_session() -> None:
+    sessions = nox_sessions()
+    assert {"tests", "rl-quickstart"} <= sessions
+    table = section((ROOT / "CONTRIBUTING.md").read_text("utf-8"), "Sessions")
+    first = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
+    assert {name.removeprefix("nox -s ") for name in re.findall(r"`([^`]+)`", first)} == sessions
+
+
+def test_each_session_that_is_named_exists() -> None:
+    named = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *own_readmes(), *(ROOT / "docs").rglob("*.md")]
+        for name in re.findall(r"nox -s ([a-z][a-z-]*)", path.read_text("utf-8"))
+    }
+    assert len(named) > 10
+    assert {name for _, name in named} <= nox_sessions(), named
 
 
 @pytest.mark.parametrize(("page", "line"), DOCUMENTED)
