@@ -99,6 +99,12 @@ def order_settings(
     }
 
 
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What an order depends on and is no longer what it was when it was saved, a line each; nothing where all is. Stability: provisional."""
+    names = [name for name in dict.fromkeys([*saved, *now]) if saved.get(name) != now.get(name)]
+    return "\n".join(f"  {name}: {saved.get(name, 'absent')} when saved, {now.get(name, 'absent')} now" for name in names)
+
+
 class StepLoader(abc.ABC):
     """See the module. `state` and `load_state` carry the position under the owner `data`. Stability: provisional.
 
@@ -213,11 +219,7 @@ class StepLoader(abc.ABC):
             )
         value = values["position"]
         samples, steps, saved = value["samples"], value["steps"], value["settings"]
-        names = [name for name in dict.fromkeys([*saved, *self._settings]) if saved.get(name) != self._settings.get(name)]
-        if names:
-            lines = "\n".join(
-                f"  {name}: {saved.get(name, 'absent')} when saved, {self._settings.get(name, 'absent')} now" for name in names
-            )
+        if lines := changed_settings(saved, self._settings):
             raise UsageError(
                 f"The position in the data cannot be taken up, since the data or its order has changed:\n{lines}\nRestore it, or start a new run from the checkpoint's weights."
             )

@@ -20,6 +20,9 @@ from intarsia_generation.cache import CacheContext
 Prompt = str | Sequence[int] | Parts | Sequence[Message] | Document
 """A text; tokens, which are taken as they are; text and media in turns; a conversation that the assistant goes on with; a document that is one of these."""
 
+Features = tuple[Tensor, tuple[Tensor, ...]]
+"""What a model saw: features [M, D], and those that are added behind its first blocks."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
@@ -115,24 +118,35 @@ def piece_of(views: Sequence[View], first: int, counts: Sequence[int], device: t
     width = max(counts)
     positions_3BS = torch.zeros((3, len(views), width), dtype=torch.int64)
     visual_BS = torch.full((len(views), width), -1, dtype=torch.int64)
-    taken: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+    taken: list[Features] = []
     seen = 0
     for row, (view, count) in enumerate(zip(views, counts, strict=True)):
         here = slice(first, first + count)
         positions_3BS[:, row, :count] = view.positions_3S[:, here]
-        visual_S = view.visual_S[here]
-        numbers = visual_S[visual_S >= 0]
-        if not numbers.numel() or view.features_MD is None:
-            continue
-        low, high = int(numbers[0]), int(numbers[-1]) + 1
-        visual_BS[row, :count] = torch.where(visual_S >= 0, visual_S - low + seen, -1)
-        taken.append((view.features_MD[low:high], tuple(each_MD[low:high] for each_MD in view.deepstack)))
-        seen += high - low
+        visual_BS[row, :count], low, high = renumbered(view.visual_S[here], seen)
+        if view.features_MD is not None and low < high:
+            taken.append((view.features_MD[low:high], tuple(each_MD[low:high] for each_MD in view.deepstack)))
+            seen += high - low
     extra: dict[str, Any] = {"positions_3BS": positions_3BS.to(device)}
     if taken:
-        deepstack = tuple(torch.cat(several) for several in zip(*(each for _, each in taken), strict=True))
-        extra |= {"visual_BS": visual_BS.to(device), "features": (torch.cat([features_MD for features_MD, _ in taken]), deepstack)}
+        extra |= {"visual_BS": visual_BS.to(device), "features": joined(taken)}
     return extra
+
+
+def renumbered(visual_S: Tensor, first: int) -> tuple[Tensor, int, int]:
+    """The numbers of features in a piece's tokens, counted from `first` on, and which features of its own prompt these are: from the one up to the other."""
+    numbers = visual_S[visual_S >= 0]
+    if not numbers.numel():
+        return visual_S, 0, 0
+    low, high = int(numbers[0]), int(numbers[-1]) + 1
+    return torch.where(visual_S >= 0, visual_S - low + first, -1), low, high
+
+
+def joined(taken: Sequence[Features]) -> Features:
+    """What a model saw of several, one behind the other."""
+    return torch.cat([features_MD for features_MD, _ in taken]), tuple(
+        torch.cat(several) for several in zip(*(each for _, each in taken), strict=True)
+    )
 
 
 def prefill(model: Any, context: CacheContext, prompts: Sequence[Input]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from intarsia.errors import UsageError
 
@@ -31,13 +32,9 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         wrong = {
             f"max_tokens is {self.max_tokens}; it must be at least 1": self.max_tokens < 1,
-            f"temperature is {self.temperature}; it must be a number from 0 on (0 is greedy)": not 0 <= self.temperature < float("inf"),
-            f"top_k is {self.top_k}; it must be at least 1, or none for all": self.top_k is not None and self.top_k < 1,
-            f"top_p is {self.top_p}; it must be above 0 and at most 1": not 0 < self.top_p <= 1,
-            f"min_p is {self.min_p}; it must be from 0 to 1": not 0 <= self.min_p <= 1,
+            **wrong_choices(self),
             f"samples is {self.samples}; it must be at least 1": self.samples < 1,
             "samples is above 1, but greedy decoding gives the same text each time: set a temperature": self.greedy and self.samples > 1,
-            "a stop text is empty": "" in self.stop,
         }
         found = [text for text, is_wrong in wrong.items() if is_wrong]
         if found:
@@ -47,3 +44,14 @@ class SamplingConfig:
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0
+
+
+def wrong_choices(sampling: Any) -> dict[str, bool]:
+    """What may be wrong with how tokens are chosen, and whether it is: of a `SamplingConfig`, and of the `Sampling` of a request (`intarsia_rl.contracts`)."""
+    return {
+        f"temperature is {sampling.temperature}; it must be a number from 0 on (0 is greedy)": not 0 <= sampling.temperature < float("inf"),
+        f"top_k is {sampling.top_k}; it must be at least 1, or none for all": sampling.top_k is not None and sampling.top_k < 1,
+        f"top_p is {sampling.top_p}; it must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
+        f"min_p is {sampling.min_p}; it must be from 0 to 1": not 0 <= sampling.min_p <= 1,
+        "a stop text is empty": "" in sampling.stop,
+    }

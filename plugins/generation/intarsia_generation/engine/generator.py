@@ -20,6 +20,7 @@ from intarsia_rl.media import decoder_of
 from intarsia_generation.engine.engine import Engine
 from intarsia_generation.engine.request import Job
 from intarsia_generation.engine.sight import Sight, look
+from intarsia_generation.settings import wrong_choices
 
 logger = logging.getLogger("intarsia.generation")
 
@@ -240,11 +241,7 @@ def check(request: Request, facts: GeneratorFacts, ids: Container[str]) -> None:
         f"{prompt} prompt tokens and max_tokens {sampling.max_tokens} are {total} together, and a request here has at most {facts.max_tokens}: shorten one of them, "
         "or raise generator.max_tokens, model.max_positions or what the caches hold, whichever it is": total > facts.max_tokens,
         f"max_tokens is {sampling.max_tokens}; it must be at least 1": sampling.max_tokens < 1,
-        f"temperature is {sampling.temperature}; it must be a number from 0 on (0 is greedy)": not 0 <= sampling.temperature < float("inf"),
-        f"top_k is {sampling.top_k}; it must be at least 1, or none for all": sampling.top_k is not None and sampling.top_k < 1,
-        f"top_p is {sampling.top_p}; it must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
-        f"min_p is {sampling.min_p}; it must be from 0 to 1": not 0 <= sampling.min_p <= 1,
-        "a stop text is empty": "" in sampling.stop,
+        **wrong_choices(sampling),
     }
     if found := [text for text, is_wrong in wrong.items() if is_wrong]:
         raise UsageError(f"Request {request.id!r} cannot be served: {'; '.join(found)}.")

@@ -15,14 +15,13 @@ from intarsia_rl.contracts import Request
 from intarsia_rl.media import prepared, used
 from torch import Tensor, nn
 
+from intarsia_generation.prompts import Features, joined, renumbered
+
 if TYPE_CHECKING:
     from intarsia_multimodal.decoding import Decoder, Loaded
 
 KEPT_FEATURES = 1 << 16
 """Features of media that are kept for other requests that show the same."""
-
-Features = tuple[Tensor, tuple[Tensor, ...]]
-"""What a model saw of a medium: features [M, D], and those that are added behind its first blocks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,18 +118,13 @@ class Eyes:
                 visual.append(torch.full((end - start,), -1, dtype=torch.int64))
                 continue
             positions.append(sight.positions(start, end))
-            visual_S = torch.full((end - start,), -1, dtype=torch.int64)
-            known_S = sight.visual_S[start:end]
-            if (numbers := known_S[known_S >= 0]).numel():
-                low, high = int(numbers[0]), int(numbers[-1]) + 1
-                visual_S[: known_S.shape[0]] = torch.where(known_S >= 0, known_S - low + seen, -1)
-                taken += self._between(sight, low, high)
-                seen += high - low
-            visual.append(visual_S)
+            known_S, low, high = renumbered(sight.visual_S[start:end], seen)
+            visual += [known_S, torch.full((end - start - known_S.shape[0],), -1, dtype=torch.int64)]
+            taken += self._between(sight, low, high)
+            seen += high - low
         extra: dict[str, Any] = {"positions_3N": torch.cat(positions, 1).to(self._device)}
         if taken:
-            deepstack = tuple(torch.cat(several) for several in zip(*(each for _, each in taken), strict=True))
-            extra |= {"visual_N": torch.cat(visual).to(self._device), "features": (torch.cat([each for each, _ in taken]), deepstack)}
+            extra |= {"visual_N": torch.cat(visual).to(self._device), "features": joined(taken)}
         return extra
 
     def _between(self, sight: Sight, low: int, high: int) -> list[Features]:

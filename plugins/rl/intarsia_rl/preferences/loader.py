@@ -25,6 +25,7 @@ from intarsia.errors import CheckpointError, UsageError
 from intarsia.hooks import undisturbed
 from intarsia_data.batches import Row, padding_of, stack
 from intarsia_data.order import key_of, mix
+from intarsia_data.steps import changed_settings
 from intarsia_data.store import TokenStore, open_store
 
 from intarsia_rl.preferences import packing
@@ -308,12 +309,7 @@ class PreferencesLoader:
         missing = [name for name in ("position", "reference") if name not in values]
         if missing:
             raise CheckpointError(f"data/{missing[0]} is missing from the checkpoint. Start a new run from its weights.")
-        saved = values["position"]["settings"]
-        changed = [name for name in dict.fromkeys([*saved, *self._settings]) if saved.get(name) != self._settings.get(name)]
-        if changed:
-            lines = "\n".join(
-                f"  {name}: {saved.get(name, 'absent')} when saved, {self._settings.get(name, 'absent')} now" for name in changed
-            )
+        if lines := changed_settings(values["position"]["settings"], self._settings):
             raise UsageError(
                 f"The position among the pairs cannot be taken up, since they or their order have changed:\n{lines}\nRestore them, or start a new run from the checkpoint's weights."
             )
