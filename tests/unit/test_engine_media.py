@@ -280,3 +280,5 @@ def test_turns_become_ids_and_are_found_again() -> None:
         media.with_ids(turns, None)
     with pytest.raises(EnvironmentFailure, match="environment: a turn shows a medium that cannot be used"):
         media.with_ids([Turn("user", (Media("image", b"none"),))], processor())
+    with pytest.raises(EnvironmentFailure, match="environment: a turn shows a medium that cannot be used"):
+        media.placed(ids, [Media("image", "gone.png")], processor())  # it was there when the turn was written
