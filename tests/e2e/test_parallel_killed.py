@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from intarsia_console.events import read_events
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from parallel_recipes import write_documents
@@ -21,10 +21,7 @@ SMALL = ["train.steps=20000", "checkpoint.every=2", "evaluation.every=0", "train
 
 def steps_of(directory: Path) -> list[int]:
     """Steps that are logged."""
-    if not (directory / "events.jsonl").exists():
-        return []
-    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    return [event["step"] for event in events if event["event"] == "step"]
+    return [event["step"] for event in read_events(directory) if event["event"] == "step"]
 
 
 def children_of(pid: int) -> dict[int, int]:

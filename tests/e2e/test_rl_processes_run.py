@@ -15,6 +15,8 @@ import pytest
 from intarsia_console.events import read_events
 from intarsia_rl.controller.writer import files, read
 
+from tests.support.held_runs import held_after
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 STEPS = 6
@@ -24,8 +26,8 @@ RUN = (
 )  # fmt: skip
 
 
-def processes(root: int) -> dict[str, int]:
-    """The processes of a run by name, with their numbers: all that descend from `root` and were started by a launcher."""
+def launched() -> tuple[dict[int, int], dict[int, str]]:
+    """The parent of each process of this machine, and the name of each that was started by a launcher, by their numbers."""
     parents, names = {}, {}
     for folder in Path("/proc").iterdir():
         try:
@@ -35,6 +37,12 @@ def processes(root: int) -> dict[str, int]:
             continue
         if "intarsia_rl.processes" in words:
             names[int(folder.name)] = words[words.index("intarsia_rl.processes") + 1]
+    return parents, names
+
+
+def processes(root: int) -> dict[str, int]:
+    """The processes of a run by name, with their numbers: all that descend from `root` and were started by a launcher."""
+    parents, names = launched()
 
     def ancestors(number: int) -> Iterator[int]:
         while number in parents:
@@ -63,7 +71,8 @@ def test_a_generator_and_a_worker_are_killed_and_nothing_is_lost(tmp_path: Path)
         "--quiet",
         *RUN,
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    path, released = held_after(STEPS - 1, tmp_path / "held")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))}
     run = subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
     deadline = time.monotonic() + 800
     seen: set[int] = set()
@@ -74,6 +83,9 @@ def test_a_generator_and_a_worker_are_killed_and_nothing_is_lost(tmp_path: Path)
         seen |= set(there.values())
         assert {"controller", "generator-0", name} <= set(there), (there, run.poll())
         os.kill(there[name], signal.SIGKILL)
+        while processes(run.pid).get(name, there[name]) == there[name] and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+    released.touch()
     _, errors = run.communicate(timeout=600)
     assert run.returncode == 0, errors
     found = rollouts(place)
@@ -84,4 +96,6 @@ def test_a_generator_and_a_worker_are_killed_and_nothing_is_lost(tmp_path: Path)
     assert found[STEPS]["kills"] == {"generators": 1, "workers": 1}
     samples = [record["id"] for kind, _, file in files(place / "rollouts") if kind == "step" for record in read(file)]
     assert len(samples) == len(set(samples)) == 16 * STEPS
-    assert not [number for number in seen if Path(f"/proc/{number}").exists()]
+    while (left := seen & set(launched()[1])) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left

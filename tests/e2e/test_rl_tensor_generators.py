@@ -14,6 +14,8 @@ import pytest
 from intarsia_console.events import read_events
 from intarsia_rl.controller.writer import files, read
 
+from tests.support.held_runs import held_after
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 STEPS = 4
@@ -45,7 +47,8 @@ def rollouts(path: Path) -> dict[int, dict[str, Any]]:
 def test_ranks_of_generators_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
     place = tmp_path / "run"
     command = [sys.executable, "-m", "intarsia", "train", "arithmetic/debug", "--processes", "2", "--dir", str(place), "--quiet", *RUN]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    path, released = held_after(STEPS - 1, tmp_path / "held")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))}
     run = subprocess.Popen(command, cwd=tmp_path, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
     deadline = time.monotonic() + 800
     for step, name in ((1, "generator-1/1"), (2, "generator-0")):
@@ -54,6 +57,9 @@ def test_ranks_of_generators_are_killed_and_nothing_is_lost(tmp_path: Path) -> N
         there = ranks(tmp_path)
         assert {"controller", "generator-0", "generator-0/1", name} <= set(there), (there, run.poll())
         os.kill(there[name], signal.SIGKILL)
+        while ranks(tmp_path).get(name, there[name]) == there[name] and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+    released.touch()
     _, errors = run.communicate(timeout=800)
     assert run.returncode == 0, errors
     found = rollouts(place)
@@ -64,7 +70,7 @@ def test_ranks_of_generators_are_killed_and_nothing_is_lost(tmp_path: Path) -> N
     samples = [record["id"] for kind, _, file in files(place / "rollouts") if kind == "step" for record in read(file)]
     assert len(samples) == len(set(samples)) == 8 * STEPS
     # A dead one whose parent is dead as well may keep its number, without a name.
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while (left := ranks(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left

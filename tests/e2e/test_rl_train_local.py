@@ -22,18 +22,19 @@ RUN = (
 )  # fmt: skip
 
 
-# The command; one that stays where it has logged a step is not killed too late.
+# The command; one that stays where it has logged a step, until there is a file, is not killed too late, nor are its processes.
 RUNS = "from intarsia.cli import run; run()"
 STAYS = """
 import time
+from pathlib import Path
 from intarsia.cli import run
 from intarsia.train import events
 append = events._append
 
 def stay(path, record):
     append(path, record)
-    while record["event"] == "step" and record["step"] == 7:
-        time.sleep(60)
+    while record["event"] == "step" and record["step"] == {step} and not Path({released!r}).exists():
+        time.sleep(0.02)
 
 events._append = stay
 run()
@@ -87,15 +88,18 @@ def kill_children(running: subprocess.Popen[str], path: Path) -> list[str]:
 def test_a_run_with_the_embedded_generator_is_killed_and_goes_on_exactly(tmp_path: Path) -> None:
     """In batch-invariant mode, at lag 0: the run that was killed, and whose generator and worker were killed after it went on, ends with the very weights, rollouts and losses of one that was not."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    running = start(tmp_path, "arithmetic/debug", "--with", "batch_invariant", "--dir", str(broken), *RUN, program=STAYS)
+    released = tmp_path / "released"
+    stays = {step: STAYS.format(step=step, released=str(released)) for step in (7, 9)}
+    running = start(tmp_path, "arithmetic/debug", "--with", "batch_invariant", "--dir", str(broken), *RUN, program=stays[7])
     end = time.monotonic() + 800
-    while 3 not in events(broken, "rollouts") and running.poll() is None and time.monotonic() < end:
+    while running.poll() is None and time.monotonic() < end and not (3 in events(broken, "rollouts") and events(broken, "checkpoint")):
         time.sleep(0.02)
     os.kill(running.pid, signal.SIGKILL)
     running.communicate(timeout=600)
     ended(start(tmp_path, "arithmetic/debug", "--with", "batch_invariant", "--dir", str(whole), *RUN))
-    running = start(tmp_path, "--resume", str(broken))
+    running = start(tmp_path, "--resume", str(broken), program=stays[9])
     killed = kill_children(running, broken)
+    released.touch()
     ended(running)
     assert killed == ["environment", "generator"]
     for path in (whole, broken):
