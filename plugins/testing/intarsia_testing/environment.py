@@ -77,7 +77,7 @@ class EnvironmentConformance(Conformance):
     splits: ClassVar[tuple[str, ...]] = ("train",)
     max_tasks: ClassVar[int] = 3
     max_turns: ClassVar[int] = 20
-    timeout_s: ClassVar[float] = 60.0
+    timeout_s: ClassVar[float] = 600.0
 
     # ------------------------------------------------------------ what is tested
 

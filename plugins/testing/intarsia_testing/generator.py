@@ -21,7 +21,7 @@ from typing import Any
 from intarsia.contracts import Media
 from intarsia.errors import IntarsiaError, NumericsError, UsageError
 from intarsia.plugins import current
-from intarsia_rl.contracts import Generated, Generator, PlacedMedia
+from intarsia_rl.contracts import Generated, Generator, PlacedMedia, Request
 
 from intarsia_testing.generator_case import GeneratorCase
 from intarsia_testing.promise import broken, keep
@@ -447,27 +447,31 @@ class GeneratorConformance(GeneratorCase):
         """Aborted requests return with what they have, others are not touched; ids that are not known are ignored."""
         generator, prompts = self.stage().main(), self.prompts()
         free = self.all_of(generator, [self.request(prompt, temperature=1.0, seed=6) for prompt in prompts])
-        requests = [self.request(prompt, temperature=1.0, seed=6) for prompt in prompts]
 
-        async def work(which: Sequence[str] | None) -> list[Generated]:
-            some = asyncio.Event()
-            tasks = [asyncio.ensure_future(generator.generate(request, lambda tokens: some.set())) for request in requests]
-            await some.wait()
-            await generator.pause()
-            await generator.abort(which)
-            await generator.resume()
-            return list(await asyncio.gather(*tasks))
+        async def work(which: Sequence[int] | None) -> list[tuple[Request, Generated]]:
+            for _ in range(self.tries):
+                requests = [self.request(prompt, temperature=1.0, seed=6) for prompt in prompts]
+                some = asyncio.Event()
+                tasks = [asyncio.ensure_future(generator.generate(request, lambda tokens, some=some: some.set())) for request in requests]
+                await some.wait()
+                await generator.pause()
+                await asyncio.sleep(0)
+                in_time = not any(tasks[number].done() for number in which or range(len(tasks)))
+                await generator.abort(None if which is None else [*(requests[number].id for number in which), "no-such-request"])
+                await generator.resume()
+                found = list(zip(requests, await asyncio.gather(*tasks), strict=True))
+                if in_time:
+                    break
+            return found
 
-        found = self.stage().run(work([requests[0].id, requests[3].id, "no-such-request"]))
-        for number, (whole, each) in enumerate(zip(free, found, strict=True)):
+        for number, (whole, (request, each)) in enumerate(zip(free, self.stage().run(work((0, 3))), strict=True)):
             if number in (0, 3):
                 keep("abort", each.finish == "abort", f"an aborted request ended by {each.finish}.")
                 keep("abort", each.tokens == whole.tokens[: len(each.tokens)], "what an aborted request has is not what it would have had.")
-                self.check(requests[number], each, "an aborted request")
+                self.check(request, each, "an aborted request")
             else:
                 self.same("abort", whole, each, "a request beside aborted ones")
-        requests = [self.request(prompt, temperature=1.0, seed=6) for prompt in prompts]
-        keep("abort", {each.finish for each in self.stage().run(work(None))} == {"abort"}, "abort() did not end all requests.")
+        keep("abort", {each.finish for _, each in self.stage().run(work(None))} == {"abort"}, "abort() did not end all requests.")
         stats = self.stage().run(generator.stats())
         keep("abort", (stats.running, stats.waiting) == (0, 0), f"after abort() {stats.running} requests run and {stats.waiting} wait.")
 
@@ -514,7 +518,9 @@ class GeneratorConformance(GeneratorCase):
                 await asyncio.sleep(0.0005)
             return turns
 
-        turns = self.stage().run(work())
+        for _ in range(self.tries):
+            if (turns := self.stage().run(work())) > 3:
+                break
         keep("responsive", turns > 3, f"the loop came to its turn {turns} times during {self.new_tokens} tokens.")
 
     # ------------------------------------------------------------ what is refused

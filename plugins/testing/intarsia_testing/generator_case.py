@@ -27,7 +27,9 @@ class GeneratorCase(Conformance):
     invariant: ClassVar[bool] = False
     timeout_s: ClassVar[float] = 600.0
     # Seconds within which what has been asked for must have come about, where a call need not wait for it.
-    patience_s: ClassVar[float] = 60.0
+    patience_s: ClassVar[float] = 300.0
+    # How often what must happen before a request ends is tried: a process that the machine holds up comes too late for it.
+    tries: ClassVar[int] = 5
     new_tokens: ClassVar[int] = 24
     draws: ClassVar[int] = 400
 
@@ -174,21 +176,31 @@ class GeneratorCase(Conformance):
         """Requests that are under way while weights change: some tokens are there before the first push."""
         stage, generator = self.stage(), self.stage().main()
         length = min(generator.facts.max_tokens - 41, 2 * self.new_tokens + 12)
-        requests = [self.request(prompt, temperature=1.0, seed=number, max_tokens=length) for number, prompt in enumerate(self.prompts())]
 
-        async def work() -> list[Generated]:
-            seen = 0
-            some = asyncio.Event()
+        async def begun() -> tuple[list[Request], list[asyncio.Task[Generated]]]:
+            """Requests that have some tokens, on a paused generator. Where all have ended before the pause, others."""
+            for _ in range(self.tries):
+                requests = [
+                    self.request(prompt, temperature=1.0, seed=number, max_tokens=length) for number, prompt in enumerate(self.prompts())
+                ]
+                told, some = list[int](), asyncio.Event()
 
-            def tell(tokens: Sequence[int]) -> None:
-                nonlocal seen
-                seen += len(tokens)
-                if seen >= 2 * len(requests):
-                    some.set()
+                def tell(tokens: Sequence[int], told: list[int] = told, some: asyncio.Event = some, least: int = 2 * len(requests)) -> None:
+                    told.extend(tokens)
+                    if len(told) >= least:
+                        some.set()
 
-            tasks = [asyncio.ensure_future(generator.generate(request, tell)) for request in requests]
-            await some.wait()
-            await generator.pause()
+                tasks = [asyncio.ensure_future(generator.generate(request, tell)) for request in requests]
+                await some.wait()
+                await generator.pause()
+                await asyncio.sleep(0)
+                if not all(task.done() for task in tasks):
+                    break
+                await generator.resume()
+            return requests, tasks
+
+        async def work() -> list[tuple[Request, Generated]]:
+            requests, tasks = await begun()
             for weights in push:
                 if in_flight == "continue":
                     await generator.update(weights, in_flight)
@@ -201,6 +213,6 @@ class GeneratorCase(Conformance):
                     await generator.resume()
                     await waiting
             await generator.resume()
-            return list(await asyncio.gather(*tasks))
+            return list(zip(requests, await asyncio.gather(*tasks), strict=True))
 
-        return list(zip(requests, stage.run(work()), strict=True))
+        return stage.run(work())

@@ -57,9 +57,11 @@ def run(function: Any, arguments: dict[str, Any], op: str) -> dict[str, Tensor]:
     if arguments.get("counts_B") is not None:
         behind_BS = torch.arange(outputs[0].shape[1], device=outputs[0].device) >= arguments["counts_B"][:, None]
         outputs[0] = outputs[0].masked_fill(behind_BS.view(*behind_BS.shape, *(1,) * (outputs[0].ndim - 2)), 0.0)
-    waves = [torch.cos(torch.arange(y.numel(), dtype=torch.float64) * 0.7).reshape(y.shape).to(y.device, y.dtype) for y in outputs]
+    # Whole numbers, and what is declared to be without gradient, have none.
+    led = [y for y in outputs if y.requires_grad]
+    waves = [torch.cos(torch.arange(y.numel(), dtype=torch.float64) * 0.7).reshape(y.shape).to(y.device, y.dtype) for y in led]
     leaves = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.requires_grad}
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), waves, allow_unused=True)
+    gradients = torch.autograd.grad(led, list(leaves.values()), waves, allow_unused=True) if led and leaves else [None] * len(leaves)
     named = {"output" if n == 0 else f"output_{n}": y.detach() for n, y in enumerate(outputs)}
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
         named[name] = torch.zeros_like(leaf) if gradient is None else gradient.detach()
@@ -215,7 +217,7 @@ class KernelConformance(Conformance):
         for dtype in self._dtypes():
             for case in self._cases(dtype):
                 together = self._run(case, dtype)["output"]
-                for b in range(together.shape[0] if case.batched else 0):
+                for b in range(together.shape[0] if case.batched or case.rows else 0):
                     alone = case.row(b)
                     if alone is not None:
                         same = torch.equal(self._run(alone, dtype)["output"][0], together[b])

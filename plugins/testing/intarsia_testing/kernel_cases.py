@@ -20,27 +20,32 @@ SIZES = (1, 15, 63, 300)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call. `tensors` are the floating arguments, which get gradients; `fixed` the others. `batched` names the arguments whose dim 0 is the batch:
-    an invariant kernel gives a row of the batch the same bits alone."""
+    """One call. `tensors` are the floating arguments, which get gradients (of an operator that has none: `differentiable` is False); `fixed` the others. `batched` names the arguments whose dim 0 is the batch:
+    an invariant kernel gives a row of the batch the same bits alone. `rows`, where dim 0 says it otherwise, gives the same call with one row alone."""
 
     label: str
     tensors: Mapping[str, Tensor]
     fixed: Mapping[str, Any]
     batched: tuple[str, ...] = ()
+    differentiable: bool = True
+    rows: Callable[[int], Case] | None = None
 
     def arguments(self, dtype: torch.dtype, device: str, rounded_to: torch.dtype | None = None) -> dict[str, Any]:
         """Arguments by name, floating ones in `dtype` as leaves that ask for gradients; `rounded_to` first, so that a reference in float64 starts from
         the very numbers that a kernel in another dtype was given."""
         made: dict[str, Any] = {
-            name: tensor.to(rounded_to or dtype).to(device, dtype).detach().requires_grad_() for name, tensor in self.tensors.items()
+            name: tensor.to(rounded_to or dtype).to(device, dtype).detach().requires_grad_(self.differentiable)
+            for name, tensor in self.tensors.items()
         }
         for name, value in self.fixed.items():
             value = Packing(value) if name == "packing" else value
-            made[name] = value.to(device) if isinstance(value, Tensor) else value
+            made[name] = value.to(device) if hasattr(value, "to") else value
         return made
 
     def row(self, b: int) -> Case | None:
         """The same call with row `b` alone; None where rows cannot be taken apart."""
+        if self.rows is not None:
+            return self.rows(b)
         if not self.batched:
             return None
         cut = {name: t[b : b + 1] if name in self.batched else t for name, t in self.tensors.items()}
@@ -195,6 +200,60 @@ def _router_linear(normal: Normal) -> Iterator[Case]:
         yield Case(f"{tokens} tokens of {dim}, {experts} experts", {"x_ND": normal(tokens, dim), "weight_ED": normal(experts, dim)}, {})
 
 
+def _grouped_swiglu(normal: Normal) -> Iterator[Case]:
+    for counts, tail, inputs, outputs in zip(GROUPS, (0, 5, 9, 1), (64, 16, 8, 128), (8, 63, 8, 72), strict=True):
+        matrices = {name: normal(5, outputs, inputs) / inputs**0.5 for name in ("gate_EOI", "up_EOI")}
+        label = f"groups of {counts} rows and {tail} more, {inputs} -> {outputs}"
+        yield Case(label, {"x_MI": normal(sum(counts) + tail, inputs), **matrices}, {"counts_E": torch.tensor(counts)})
+
+
+CHOICES = (
+    (1, 1, 1, 1, 1, "max"),
+    (15, 7, 2, 1, 1, "max"),
+    (63, 64, 6, 1, 1, "max"),
+    (63, 24, 4, 4, 2, "top2"),
+    (15, 21, 3, 3, 1, "max"),
+    (300, 256, 8, 8, 4, "top2"),
+)
+"""Tokens, experts, experts of a token, groups, groups that are chosen from, what they are worth."""
+
+
+def _top_experts(normal: Normal) -> Iterator[Case]:
+    for tokens, experts, k, groups, best, score in CHOICES:
+        fixed = {"top_k": k, "groups": groups, "top_groups": best, "group_score": score}
+        # Which of equal scores comes first is open: whole numbers that every dtype holds, distinct, and so are the sums of groups' two largest.
+        members, numbers = normal(tokens, groups, experts // groups).argsort(-1), normal(tokens, groups).argsort(-1)
+        scores = (members * groups + numbers[..., None] - experts // 3).flatten(1).double()
+        yield Case(f"{k} of {experts} for {tokens} tokens, {best} of {groups} groups by {score}", {"scores_NE": scores}, fixed)
+
+
+def _chosen(tokens: int, experts: int, k: int) -> Tensor:
+    return torch.rand(tokens, experts, generator=torch.Generator().manual_seed(experts)).topk(k, -1).indices
+
+
+def _expert_weights(normal: Normal) -> Iterator[Case]:
+    for (tokens, experts, k, *_), normalise, scale in zip(CHOICES, (True, False) * 3, (1.0, 2.5, 2.5) * 2, strict=True):
+        fixed = {"experts_NK": _chosen(tokens, experts, k), "normalise": normalise, "scale": scale}
+        label = f"{k} of {experts} for {tokens} tokens, normalised: {normalise}, times {scale:g}"
+        yield Case(label, {"scores_NE": torch.sigmoid(normal(tokens, experts))}, fixed)
+
+
+def _expert_counts(normal: Normal) -> Iterator[Case]:
+    for tokens, experts, k, *_ in CHOICES:
+        counts, dropped = torch.bincount(_chosen(tokens, experts, k).flatten(), minlength=experts), torch.tensor(tokens // 2)
+        fixed = {"counts_E": counts, "dropped": dropped if tokens > 15 else None}
+        yield Case(f"{tokens} tokens, {experts} experts", {"scores_NE": torch.softmax(3 * normal(tokens, experts), -1)}, fixed)
+    scores = torch.zeros(5, 3, dtype=torch.float64)
+    scores[1:, 1] = 1
+    yield Case("shares of 0 and 1, and no scores", {"scores_NE": scores}, {"counts_E": torch.tensor([0, 5, 0]), "dropped": None})
+
+
+def _sort_pairs(normal: Normal) -> Iterator[Case]:
+    for tokens, experts, k, *_ in (*CHOICES, (2100, 64, 6)):
+        yield Case(f"{k} of {experts} for {tokens} tokens", {}, {"experts_NK": _chosen(tokens, experts, k), "experts": experts})
+    yield Case("all to one expert", {}, {"experts_NK": torch.full((63, 1), 3), "experts": 5})
+
+
 def _router_sigmoid(normal: Normal) -> Iterator[Case]:
     for tokens, experts in ((1, 1), (15, 7), (63, 64)):
         logits = 3 * normal(tokens, experts)
@@ -335,6 +394,12 @@ def _short_conv(normal: Normal) -> Iterator[Case]:
     )
 
 
+def _paged_attention(normal: Normal) -> Iterator[Case]:
+    from intarsia_testing import paged_cases  # of an operator of the generator's, which not everybody has
+
+    yield from paged_cases.cases(normal)
+
+
 _CASES: dict[str, Callable[[Normal], Iterator[Case]]] = {
     "linear": _linear,
     "scaled_linear": _scaled_linear,
@@ -350,12 +415,18 @@ _CASES: dict[str, Callable[[Normal], Iterator[Case]]] = {
     "attention": _attention,
     "grouped_linear": _grouped_linear,
     "scaled_grouped_linear": _scaled_grouped_linear,
+    "grouped_swiglu": _grouped_swiglu,
+    "top_experts": _top_experts,
+    "expert_weights": _expert_weights,
+    "expert_counts": _expert_counts,
+    "sort_pairs": _sort_pairs,
     "router_linear": _router_linear,
     "router_sigmoid": _router_sigmoid,
     "permute": _permute,
     "combine": _combine,
     "gated_delta_rule": _gated_delta_rule,
     "short_conv": _short_conv,
+    "paged_attention": _paged_attention,
 }
 
 

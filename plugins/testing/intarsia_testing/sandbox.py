@@ -29,6 +29,10 @@ from intarsia_testing.promise import broken, keep
 Result = TypeVar("Result")
 
 
+TRIES = 3
+"""How often the loop may stand still before it is taken to be the sandbox's doing."""
+
+
 class SandboxConformance(Conformance):
     """Every promise of `intarsia_sandbox.contracts.Sandbox`, one test each.
 
@@ -146,9 +150,13 @@ class SandboxConformance(Conformance):
             ticking.cancel()
             return done, ticks
 
-        done, ticks = self.wait(together())
-        keep("side by side", [each.output for each in done] == ["0\n", "1\n", "2\n", "3\n"], f"four commands at one time give {done}.")
-        keep("never blocks", ticks > 5, "the event loop stood still while commands ran.")
+        # A machine that is busy elsewhere lets the loop stand still as well, but not every time.
+        for _ in range(TRIES):
+            done, ticks = self.wait(together())
+            keep("side by side", [each.output for each in done] == ["0\n", "1\n", "2\n", "3\n"], f"four commands at one time give {done}.")
+            if ticks > 5:
+                return
+        broken("never blocks", "the event loop stood still while commands ran.")
 
     def test_what_cannot_be_run_is_a_usage_error(self) -> None:
         """A program that does not exist, names that lead out of the folder, limits of nothing."""

@@ -1,0 +1,1 @@
+"""Attention that reads the generator's caches by their tables, in Triton."""
