@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import chz
@@ -18,7 +17,6 @@ from intarsia.contracts import Document, Media
 from intarsia.plugins import current
 from intarsia_data.config import ByteTokenizerConfig
 from intarsia_llama3.recipes import debug
-from intarsia_multimodal import plugin
 from intarsia_multimodal.config import DrawnConfig, MultimodalConfig
 from intarsia_multimodal.contracts import MediaError, Slot
 from intarsia_multimodal.decoding import Decoder
@@ -98,16 +96,14 @@ def test_what_is_kept_is_bounded_and_what_somebody_has_is_found() -> None:
 def test_threads_that_ask_at_once_decode_once() -> None:
     """And are told the same error."""
     many, slot = 4, slot_of(image(16, 16))
-    begun = threading.Event()
     counting = Counting()
     made = decoder(counting)
 
-    def wait() -> None:
-        begun.set()
+    def held() -> None:
         while made.spared < many - 1:  # the others have come, and wait for this one
             threading.Event().wait(0.001)
 
-    counting.before = wait
+    counting.before = held
     with ThreadPoolExecutor(many) as threads:
         found = list(threads.map(lambda _: made.load(slot), range(many)))
     assert all(each is found[0] for each in found) and made.decoded == 1
@@ -148,43 +144,53 @@ def test_rows_that_show_the_same_decode_it_once() -> None:
     assert (maker.decoder.decoded, maker.decoder.spared) == (1, 3)
 
 
-def drawn(folder: Path, workers: int) -> MultimodalLoader:
+def drawn(folder: Path, workers: int, policy: str = "stop", prefetch: int = 0) -> MultimodalLoader:
+    """Steps of four micro-batches."""
     run = debug()
-    loader = MultimodalConfig(processor=SMALL, workers=workers)
-    mixture = (MixturePart(source=DrawnConfig(documents=8)),)
+    loader = MultimodalConfig(processor=SMALL, workers=workers, bad_media=policy)
+    mixture = (MixturePart(source=DrawnConfig(documents=64)),)
     data = chz.replace(
         run.data,
         loader=loader,
         mixture=mixture,
         tokenizer=ByteTokenizerConfig(specials=SPECIALS),
         held_out=0.0,
-        prefetch=0,
+        prefetch=prefetch,
         cache=str(folder),
     )
-    run = chz.replace(run, data=data, train=chz.replace(run.train, sequence_length=256, global_batch=2))
+    run = chz.replace(run, data=data, train=chz.replace(run.train, sequence_length=128, micro_batch=1, global_batch=4))
     return MultimodalLoader(loader, run, current(), 0, 1, folder, "train")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_ranks_without_a_tower_decode_nothing(tmp_path: Path, workers: int) -> None:
-    """In later stages of a pipeline: all but the patches is what the first stage has. What cannot be decoded is left out by all, or by none."""
-    loaders = [drawn(tmp_path, workers) for _ in range(3)]
-    models = SimpleNamespace(visual=object()), SimpleNamespace(visual=None), SimpleNamespace(visual=None)
-    policies = "stop", "stop", "skip"
-    for loader, model, policy in zip(loaders, models, policies, strict=True):
-        recipe = SimpleNamespace(data=SimpleNamespace(loader=MultimodalConfig(processor=SMALL, bad_media=policy)))
-        run: Any = SimpleNamespace(recipe=recipe, parts={"model": model, "data": loader})
-        plugin.after_build(run, "parameters")
-    (first,), (later,), (skipping,) = (loader.next_step() for loader in loaders)
-    for loader in loaders:
-        loader.close()
-    patches = [batch.extra["patches_NC"]().shape[0] for batch in (first, later, skipping)]
-    assert patches[0] == patches[2] > 0 == patches[1]
-    for name in ("tokens_BS", "labels_BS"):
-        assert torch.equal(getattr(first, name), getattr(later, name))
-    for name in ("positions_3BS", "visual_BS"):
-        assert torch.equal(first.extra[name], later.extra[name])
-    assert first.extra["grids"] == later.extra["grids"] and len(first.extra["grids"]) > 1
+def test_a_step_is_decoded_by_micro_batch_and_not_at_all_where_nobody_looks(tmp_path: Path) -> None:
+    """What cannot be decoded, and is left out, is looked for before the step begins: by all ranks, since the last stage of a pipeline must know."""
+    looking, leaving_out = drawn(tmp_path, 0), drawn(tmp_path, 0, "skip")
+    batches, others = looking.next_step(), leaving_out.next_step()
+    assert batches is not None and others is not None and len(batches) == 4
+    decoders = [loader._maker.rows.decoder for loader in (looking, leaving_out)]
+    shown = [len(batch.extra["grids"]) for batch in batches]
+    assert [each.decoded + each.spared for each in decoders] == [0, sum(shown)] and min(shown) > 0
+    for number, (batch, other) in enumerate(zip(batches, others, strict=True), 1):
+        patches_NC = batch.extra["patches_NC"]()
+        assert decoders[0].decoded + decoders[0].spared == sum(shown[:number])
+        assert torch.equal(patches_NC, other.extra["patches_NC"]())
+        assert torch.equal(batch.extra["visual_BS"], other.extra["visual_BS"]) and torch.equal(batch.labels_BS, other.labels_BS)
+
+
+def test_workers_decode_a_little_ahead_of_who_looks(tmp_path: Path) -> None:
+    """The next micro-batches, of the next step too, where there is one; and a micro-batch may be looked at again."""
+    loader, here = drawn(tmp_path, 1, prefetch=1), drawn(tmp_path, 0)
+    expected = [batch.extra["patches_NC"]() for _ in range(2) for batch in here.next_step() or ()]
+    first = [batch.extra["patches_NC"] for batch in loader.next_step() or ()]
+    assert [each._begun is None for each in first] == [True] * 4, "nobody has looked"
+    assert torch.equal(first[0](), expected[0]) and [each._begun is None for each in first] == [True, False, False, True]
+    wait([loader._pending[0]])
+    found = [first[0](), *(each() for each in first[1:])]
+    second = [batch.extra["patches_NC"] for batch in loader.next_step() or ()]
+    assert [each._begun is None for each in second] == [False, False, True, True]
+    found += [each() for each in second]
+    assert len(found) == len(expected) and all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    loader.close()
 
 
 def test_features_are_numbered_in_one_place() -> None:

@@ -77,11 +77,17 @@ def document(number, images=1):
 
 
 def everything(loader):
-    """All batches that are left."""
+    """All batches that are left, looked at one by one."""
     found = []
     while (batches := loader.next_step()) is not None:
-        found += batches
+        found += [looked_at(batch) for batch in batches]
     return found
+
+
+def looked_at(batch):
+    """The batch with its patches made."""
+    patches_NC = batch.extra["patches_NC"]()
+    return dataclasses.replace(batch, extra={**batch.extra, "patches_NC": lambda: patches_NC})
 
 
 def texts(batches):
@@ -176,8 +182,8 @@ def test_places_of_features_are_checked_before_they_reach_a_device(tmp_path, cha
     loader = build(recipe(data={"shuffle": False}, global_batch=2), Doubles(Listed([document(n) for n in range(6)])), tmp_path)
     make, done = loader._maker.rows.make, []
 
-    def changed(pieces):
-        row = make(pieces)
+    def changed(pieces, decode):
+        row = make(pieces, decode)
         done.append(row)
         return row if len(done) > 1 else dataclasses.replace(row, visual_S=change(row.visual_S))
 
@@ -360,7 +366,7 @@ def test_media_that_cannot_be_decoded_become_padding_of_the_same_length(tmp_path
     )
     stopping = recipe(loader={"patches": 1024}, sequence_length=256, global_batch=1)
     with pytest.raises(MediaError, match=r"document 1 has a medium that cannot be used: image of .*truncated"):
-        build(stopping, Doubles(Listed(documents)), tmp_path).next_step()
+        everything(build(stopping, Doubles(Listed(documents)), tmp_path))
 
 
 def test_documents_that_are_padding_are_recorded_as_an_event():

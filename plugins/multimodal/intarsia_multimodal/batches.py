@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -16,9 +16,10 @@ from intarsia_models_common.vision.base import check_order
 from intarsia_multimodal.making import Row
 
 
-def stack(rows: Sequence[Row], samples: Sequence[int], merge: int) -> Batch:
+def stack(rows: Sequence[Row], samples: Sequence[int], merge: int, patches: Callable[[], torch.Tensor] | None = None) -> Batch:
     """The rows as one Batch. `extra` holds `positions_3BS`, `visual_BS` (numbers of features, counted over the batch), `patches_NC` (what makes them), `grids`, `bytes` where they are known,
-    `padding_BS` where tokens only fill rows, and `bad_media`, what is wrong with documents that are padding instead. `merge` patches on a side make one feature.
+    `padding_BS` where tokens only fill rows, and `bad_media`, what is wrong with documents that are padding instead. `merge` patches on a side make one feature. `patches` makes those of all rows; None: the rows have
+    theirs.
 
     Errors: PluginError unless the rows have a place for each feature of their grids, in order. It is looked at here, on the host: a model does not wait for a device to do so.
     """
@@ -35,7 +36,7 @@ def stack(rows: Sequence[Row], samples: Sequence[int], merge: int) -> Batch:
     extra: dict[str, Any] = {
         "positions_3BS": torch.from_numpy(numpy.stack([row.positions_3S for row in rows], axis=1)),
         "visual_BS": places_BS,
-        "patches_NC": functools.partial(joined, [row.patches_NC for row in rows]),
+        "patches_NC": patches or functools.partial(joined, [row.patches_NC for row in rows]),
         "grids": grids,
         "bad_media": tuple(what for row in rows for what in row.bad),
     }

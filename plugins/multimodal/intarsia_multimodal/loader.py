@@ -7,10 +7,11 @@ they work, changes it.
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from intarsia.contracts import Batch
 from intarsia.errors import PluginError, UsageError
 from intarsia_data.order import key_of, split
 from intarsia_data.steps import StepLoader, order_settings, stream_key
+from torch import Tensor
 
-from intarsia_multimodal.batches import stack
+from intarsia_multimodal.batches import joined, stack
 from intarsia_multimodal.config import MultimodalConfig
 from intarsia_multimodal.contracts import Processor, check_model
 from intarsia_multimodal.index import MediaIndex, Record, fit, open_index
@@ -40,10 +42,40 @@ def build(config: MultimodalConfig, recipe: Recipe, plugins: Any, rank: int, ran
     return MultimodalLoader(config, recipe, plugins, rank, ranks, directory, split)
 
 
-class MultimodalLoader(StepLoader):
-    """See the module. `bad_media` counts, by reason, the documents of this rank that were padding instead. `decodes` is false where nobody looks at patches: in later stages of a pipeline."""
+class Patches:
+    """The patches of a micro-batch, for whoever looks at it (`Batch.extra["patches_NC"]`). They are decoded when they are asked for, or by workers while the model computes the one before: so there are those of a few
+    micro-batches at a time, and none where nobody looks, as in later stages of a pipeline."""
 
-    decodes = True
+    def __init__(self, loader: MultimodalLoader, plans: Sequence[Sequence[Piece]]) -> None:
+        self._loader, self._plans = loader, plans
+        self._begun: list[Callable[[], Row]] | None = None
+
+    def begin(self) -> None:
+        """Have them decoded by workers, where there are any."""
+        if self._begun is None:
+            self._begun = self._loader.begin_rows(self._plans, True)
+
+    def __call__(self) -> Tensor:
+        """float32 [N, C]. Errors: MediaError; PluginError where the data has changed since the plan was made, and where a worker has ended."""
+        try:
+            self.begin()
+            self._loader.begin_behind(self)
+            begun, self._begun = self._begun, None
+            return joined([wait().patches_NC for wait in begun or ()])
+        except BaseException:
+            self._loader.close()
+            raise
+
+
+def row_of(future: Future[Answer]) -> Row:
+    """A worker's row."""
+    row = future.result()[1]
+    assert row is not None, "it was asked for one"
+    return row
+
+
+class MultimodalLoader(StepLoader):
+    """See the module. `bad_media` counts, by reason, the documents of this rank that were padding instead."""
 
     def __init__(self, config: MultimodalConfig, recipe: Recipe, plugins: Any, rank: int, ranks: int, directory: Path, split: str):
         self._maker = maker = Maker(recipe, plugins, directory, split)
@@ -76,6 +108,7 @@ class MultimodalLoader(StepLoader):
         self.threads = self._prefetch + 1 if config.workers else 1
         self.bad_media: collections.Counter[str] = collections.Counter()
         self._skipped: list[str] = []
+        self._given: list[Patches] = []
         self._tell_what_is_left_out()
 
     # ------------------------------------------------------------ what there is
@@ -148,11 +181,15 @@ class MultimodalLoader(StepLoader):
     # ------------------------------------------------------------ steps
 
     def make_batches(self, samples: Sequence[range]) -> list[Batch]:
-        """See StepLoader."""
-        rows = iter(self._rows([self._pieces(sample) for each in samples for sample in each]))
-        return [
-            stack([next(rows) for _ in each] or [self._maker.rows.make([])], list(each) or [-1], self.processor.merge) for each in samples
-        ]
+        """See StepLoader. With `bad_media` "skip" all is decoded here: what cannot be is no longer trained on, and what is trained on counts before the step begins. Else when somebody looks."""
+        plans = [[self._pieces(sample) for sample in each] or [[]] for each in samples]
+        decode = self._config.bad_media == "skip"
+        begun = [self.begin_rows(each, decode) for each in plans]
+        batches = []
+        for rows, each, plan in zip(begun, samples, plans, strict=True):
+            patches = None if decode else Patches(self, plan)
+            batches.append(stack([wait() for wait in rows], list(each) or [-1], self.processor.merge, patches))
+        return batches
 
     def _pieces(self, sample: int) -> list[Piece]:
         """What the row of one global sample is made of."""
@@ -160,18 +197,26 @@ class MultimodalLoader(StepLoader):
         lengths, patches = self._lengths[source], self._patches[source]
         return [Piece(source, number, int(lengths[number]), int(patches[number])) for number in self._streams[source].numbers(own)]
 
-    def _rows(self, plans: Sequence[Sequence[Piece]]) -> list[Row]:
-        """The rows of plans, by the workers where there are any."""
+    def begin_rows(self, plans: Sequence[Sequence[Piece]], decode: bool) -> list[Callable[[], Row]]:
+        """What waits for the rows of plans, with which the workers, where there are any, begin now."""
         if not self._config.workers:
-            return [self._maker.rows.make(pieces, self.decodes) for pieces in plans]
+            return [functools.partial(self._maker.rows.make, pieces, decode) for pieces in plans]
         workers = self._workers()
-        futures = [workers.submit({"pieces": pieces, "decode": self.decodes}) for pieces in plans]
-        found = [future.result()[1] for future in futures]
-        return [row for row in found if row is not None]
+        futures = [workers.submit({"pieces": pieces, "decode": decode}) for pieces in plans]
+        return [functools.partial(row_of, future) for future in futures]
+
+    def begin_behind(self, patches: Patches) -> None:
+        """Begin with the micro-batches behind one, of the next step too: as many as give the workers something to do."""
+        following = self._given[self._given.index(patches) + 1 :] if patches in self._given else []
+        if self._pending and self._pending[0].done() and not self._pending[0].exception():
+            following = following + [batch.extra["patches_NC"] for batch in self._pending[0].result()]
+        for each in following[: math.ceil(2 * self._config.workers / self._micro_batch)]:
+            each.begin()
 
     def next_step(self) -> list[Batch] | None:
         """See StepLoader; counts what was padding instead of media."""
         batches = super().next_step()
+        self._given = [batch.extra["patches_NC"] for batch in batches or () if isinstance(batch.extra["patches_NC"], Patches)]
         for batch in batches or ():
             for what in batch.extra["bad_media"]:
                 self.bad_media[what] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from intarsia.contracts import BuildStage, Entry, Run
+from intarsia.contracts import Entry, Run
 from intarsia.hookspecs import hookimpl
 
 INTARSIA_API = 1
@@ -91,18 +91,6 @@ def offer_commands() -> Sequence[Entry]:
             doc="Show the rows that a run with images would be given, and the images as the model sees them.",
         )
     ]
-
-
-@hookimpl
-def after_build(run: Run, stage: BuildStage) -> None:
-    """Decode images where they are looked at alone: not on ranks whose stage of a pipeline has no vision tower. With `bad_media=skip` all do, since what cannot be decoded is no longer trained on, which the last
-    stage has to know."""
-    from intarsia_multimodal.config import MultimodalConfig
-
-    settings = run.recipe.data.loader
-    if stage == "parameters" and isinstance(settings, MultimodalConfig) and settings.bad_media == "stop":
-        # Of a model that sees, other stages have None in the tower's place.
-        run.parts["data"].decodes = getattr(run.parts["model"], "visual", True) is not None
 
 
 @hookimpl

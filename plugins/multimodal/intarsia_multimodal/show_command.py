@@ -16,6 +16,7 @@ from intarsia.plugins import current
 from intarsia_multimodal.config import MultimodalConfig
 
 if TYPE_CHECKING:
+    import numpy
     from intarsia.contracts import Batch
 
     from intarsia_multimodal.loader import MultimodalLoader
@@ -64,8 +65,9 @@ class MediaCommand:
                 for batch in batches:
                     for line in batch_lines(loader, batch):
                         print(line)
+                    patches_NC = batch.extra["patches_NC"]()  # what cannot be decoded is told, be it to be seen or not
                     if arguments.images is not None:
-                        save(loader, batch, arguments.images)
+                        save(loader, batch, patches_NC.numpy(), arguments.images)
         return 0
 
 
@@ -123,7 +125,7 @@ def text_of(
     return "".join(parts).replace("\n", "\\n")
 
 
-def save(loader: MultimodalLoader, batch: Batch, folder: Path) -> None:
+def save(loader: MultimodalLoader, batch: Batch, patches_NC: numpy.ndarray, folder: Path) -> None:
     """Write a batch's images and frames, named by the batch's first sample and their number in it."""
     from PIL import Image
 
@@ -134,10 +136,9 @@ def save(loader: MultimodalLoader, batch: Batch, folder: Path) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     at = 0
-    patches_NC = batch.extra["patches_NC"]()
     for number, grid in enumerate(batch.extra["grids"]):
         count = grid[0] * grid[1] * grid[2]
-        frames = picture(patches_NC[at : at + count].numpy(), grid)
+        frames = picture(patches_NC[at : at + count], grid)
         at += count
         for place, frame in enumerate(frames if grid[0] > 1 else frames[:1]):
             name = f"{max(batch.samples[0], 0):06d}-{number:03d}" + (f"-{place:03d}" if grid[0] > 1 else "")

@@ -45,7 +45,7 @@ def answer(maker: Maker, job: dict[str, Any], descriptor: int) -> None:
         records = records_of(maker.sources[source], maker.processor, name, range(first, last), maker.bad_media)
         wire.send(descriptor, {"records": records})
     else:
-        wire.send(descriptor, {}, maker.rows.make([Piece(*piece) for piece in job["pieces"]], job["decode"]))
+        wire.send(descriptor, {}, maker.rows.make([Piece(*piece) for piece in job["pieces"]], job.get("decode", True)))
 
 
 def main() -> None:
