@@ -291,16 +291,18 @@ def fp8_loss(section: Section) -> None:
 
 
 def host(section: Section) -> None:
-    """`host`: the small model, eager and compiled."""
+    """`host`: the small model, eager and compiled; copy engines also without graphs for their copies, as they were measured before."""
     from flexshard_measure import host_time
     from flexshard_variants import Ours
+    from intarsia_comms.copy_engine import Pulled
 
-    transports = (None, TRANSPORT) if section.device.type == "cuda" else (None,)
+    transports = ((None, True), (TRANSPORT, True), (TRANSPORT, False)) if section.device.type == "cuda" else ((None, True),)
     for compiled in (False, True):
         setup = section.setup("small", compiled)
         batch = section.batch(setup)
-        for transport in transports:
-            name = f"{'compiled' if compiled else 'eager'}{'-copy-engine' if transport else ''}"
+        for transport, recorded in transports:
+            Pulled.is_recordable = recorded
+            name = f"{'compiled' if compiled else 'eager'}{'-copy-engine' if transport else ''}{'' if recorded else '-as-calls'}"
             variants = section.prepare({name: lambda setup=setup, transport=transport: Ours(setup, transport)}, batch)  # type: ignore[misc]
             if name in variants:
                 section.race(variants, batch, 2)

@@ -27,6 +27,7 @@ from intarsia.mesh import Mesh, check_mesh
 from intarsia.parameters import ParameterTable
 from intarsia.plugins import current
 from intarsia_flexshard.config import BucketConfig, FlexShardConfig
+from intarsia_flexshard.recorded import Recorded
 from intarsia_flexshard.runtime import build as build_flexshard
 from intarsia_optimizers.config import AdamWConfig
 from intarsia_placements.config import Row
@@ -581,7 +582,8 @@ def engines() -> list[Any]:
     """What differs between gathers by NCCL and by the copy engines."""
     world, results = join(), []
     option = {"dim": 64, "hidden": 192, "layers": 6, "compute": "bfloat16"}
-    batches = [[batch(10 * step + number, world.rank, rows=8) for number in range(2)] for step in range(STEPS)]
+    # Collectives and copies are graphs of their own from the third step on.
+    batches = [[batch(10 * step + number, world.rank, rows=8) for number in range(2)] for step in range(STEPS + 2)]
     for transport in (None, "copy_engine"):
         chosen = None if transport is None else current().config_class(current().registry("transport").find(transport))()
         model, table, sharded = shard(option, world, transport=chosen, master="split")
@@ -589,6 +591,7 @@ def engines() -> list[Any]:
         gathers = {bucket.groups.gather for bucket in sharded.buckets}
         allocated = sum(comm.transport.bytes_allocated for comm in gathers if comm.transport is not None)
         assert (allocated > 0) == (transport is not None)
+        assert all(isinstance(bucket.gather, Recorded) for bucket in sharded.buckets if bucket.gather is not None)
         results.append({**masters(world, table, sharded), "losses": [loss.item() for loss in losses]})
     return unequal(*results)
 

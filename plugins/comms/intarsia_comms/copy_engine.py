@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from intarsia.comm import Combine, Communicator, Prepared, PreparedReduce, Statistic
@@ -39,6 +39,8 @@ class Pulled:
     record: dict[str, Any]
     pairs: Sequence[Pair]
     """(destination, source) as bytes."""
+    is_recordable: ClassVar[bool] = True
+    """On CUDA a start may be recorded as a graph: buffers are permanent and nothing is allocated. Several copies then cost the host one launch."""
     event: Any = None
     """Marks the end of a run; None on CPU, where a run is over when `start` returns."""
 

@@ -102,8 +102,13 @@ class Bucket:
         self.is_flying, self.needs_backward = False, True
         self.entered, self.open, self.is_held = False, True, False
         self.running: list[tuple[Call, Inputs | None]] = []
-        self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.pending: set[weakref.ref[Call]] = set()
         self.hidden: list[Inputs] = []
+        self.is_of_root = "" in self.drivers
+        # Whom to gather beside this one and ahead: forward, and as backward enters it; then what is one turn further still, as backward leaves it.
+        self.forward: tuple[Bucket, ...] = ()
+        self.backward: tuple[Bucket, ...] = ()
+        self.further: tuple[Bucket, ...] = ()
 
     # ------------------------------------------------------------ what the bucket is made of
 
@@ -201,6 +206,11 @@ class Bucket:
         """Forward calls whose backward has still to leave."""
         return len(self.pending)
 
+    def expect(self, call: Call) -> None:
+        """Backward has still to leave this call, unless nothing can reach it any more."""
+        call.reference = weakref.ref(call, self.pending.discard)
+        self.pending.add(call.reference)
+
     def forget_calls(self) -> None:
         """Nobody uses the bucket, and no backward pass is expected."""
         self.entered, self.is_held = False, False
@@ -229,50 +239,47 @@ class Bucket:
         if self.reduction is not None:
             self.reduction.record()
 
-    def launch(self) -> None:
-        """Begin to fill the slot. Nobody may be using it."""
-        try:
-            self._launch()
-        except BaseException:
-            self._lose()
-            raise
-
     def _lose(self) -> None:
         """A gather has failed: nobody may take what is in the slot for the parameters."""
         assert self.slot is not None
         self.slot.resident, self.is_flying = None, False
         self.lanes.leave()
 
-    def _launch(self) -> None:
-        slot, lanes = self.slot, self.lanes
+    def launch(self) -> None:
+        """Begin to fill the slot. Nobody may be using it."""
+        slot, lanes, gather, payload = self.slot, self.lanes, self.gather, self.payload
         assert slot is not None
-        if slot.resident is not None and slot.resident.is_flying:
-            slot.resident.settle()
-        slot.resident, self.is_flying = self, True
-        if slot.dirty:
-            lanes.gather.wait_event(slot.freed)
-            slot.dirty = False
-        for pack in slot.packs:
-            if pack.dirty:
-                lanes.gather.wait_event(pack.read)
-            elif pack.user is not None:
-                pack.user.complete()
-        lanes.enter(lanes.gather)
-        if (observer := lanes.observer) is not None:
-            observer.begin("gather", self.name)
-        source = self.payload.send()
-        if self.gather is not None:
-            self.gather.start()
-        else:
-            self.payload.arrival.copy_(source)
-        if lanes.on_device:
-            self.payload.decode()
-            self.arrived.record(lanes.gather)
-            if isinstance(self.gather, Recorded):
-                self.gather.watch(self.arrived)
-        if observer is not None:
-            observer.end("gather", self.name)
-        lanes.leave()
+        try:
+            if slot.resident is not None and slot.resident.is_flying:
+                slot.resident.settle()
+            slot.resident, self.is_flying = self, True
+            if slot.dirty:
+                slot.freed.wait(lanes.gather)
+                slot.dirty = False
+            for pack in slot.packs:
+                if pack.dirty:
+                    pack.read.wait(lanes.gather)
+                elif pack.user is not None:
+                    pack.user.complete()
+            lanes.enter(lanes.gather)
+            if (observer := lanes.observer) is not None:
+                observer.begin("gather", self.name)
+            source = payload.send()
+            if gather is not None:
+                gather.start()
+            else:
+                payload.arrival.copy_(source)
+            if lanes.on_device:
+                payload.decode()
+                self.arrived.record(lanes.gather)
+                if isinstance(gather, Recorded):
+                    gather.watch(self.arrived)
+            if observer is not None:
+                observer.end("gather", self.name)
+            lanes.enter(lanes.compute)
+        except BaseException:
+            self._lose()
+            raise
 
     def settle(self) -> None:
         """Whatever is computed from now on finds the whole parameters in the slot."""
@@ -282,7 +289,7 @@ class Bucket:
         if (observer := self.lanes.observer) is not None:
             observer.enter("wait", self.name)
         if self.lanes.on_device:
-            self.lanes.compute.wait_event(self.arrived)
+            self.arrived.wait(self.lanes.compute)
         else:
             try:
                 if self.gather is not None:

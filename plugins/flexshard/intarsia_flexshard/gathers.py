@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from torch import nn
 from intarsia_flexshard.bucket import Bucket
 from intarsia_flexshard.hooks import in_backward
 from intarsia_flexshard.lanes import Lanes
-from intarsia_flexshard.memory import make_memory
+from intarsia_flexshard.memory import grow_pack, make_memory
 from intarsia_flexshard.ring import make_slots
 from intarsia_flexshard.sharing import turns_of
 
@@ -43,11 +44,26 @@ class Gathers:
         self._wanted_depth = self.depth
         self.epoch, self.is_stale, self.is_fence_due = 0, True, True
         self._groups = list(dict.fromkeys(bucket.groups.gather for bucket in buckets))
+        for bucket in buckets:
+            if bucket.reduction is not None:
+                bucket.reduction.fresh_pack = functools.partial(grow_pack, self.buckets, bucket.reduction)
         self.make_memory()
 
     def make_memory(self) -> None:
-        """Rings and packs for the present depth."""
+        """Rings and packs for the present depth, and for each bucket whom to gather next."""
         make_memory(self.buckets, self.order, self.kept, self.depth, self._lanes)
+        for bucket in self.order:
+            bucket.forward, bucket.backward = self._next(bucket, 1, 0), self._next(bucket, -1, 0)
+            bucket.further = self._next(bucket, -1, 1)
+
+    def _next(self, bucket: Bucket, direction: int, further: int) -> tuple[Bucket, ...]:
+        """What comes next, `further` turns more than the depth says; without `further` also what is needed beside the bucket. Nothing where the depth is 0."""
+        if not self.depth:
+            return ()
+        place = self._place[bucket.name]
+        places = [place + direction * step for step in range(1 if further else 0, self.depth + further + 1)]
+        ahead = [other for place in places if 0 <= place < len(self.turns) for other in self.turns[place]]
+        return tuple(other for other in ahead if other is not bucket and (direction > 0 or other.needs_backward))
 
     def first(self) -> list[Bucket]:
         """What a forward pass needs before anything else."""
@@ -60,34 +76,33 @@ class Gathers:
         slot = bucket.slot
         if slot is None or slot.resident is bucket:
             return
-        if self.is_stale:
-            self._refresh()
-        if self.is_fence_due:
-            self.fence()
+        self._prepare()
         if slot.resident is not None and slot.resident.is_in_use:
             self._resolve_conflict(bucket, slot.resident)
         bucket.launch()
 
-    def prefetch(self, bucket: Bucket, direction: int, further: int = 0) -> None:
-        """Begin to gather what comes next, `further` turns more than the depth says; without `further` also what is needed beside the bucket."""
-        place = self._place.get(bucket.name)
-        if place is None or not self.depth:
-            return
-        for step in range(1 if further else 0, self.depth + further + 1):
-            other = place + direction * step
-            if not 0 <= other < len(self.turns):
+    def _prepare(self) -> None:
+        """What comes before every gather."""
+        if self.is_stale:
+            self._refresh()
+        if self.is_fence_due:
+            self.fence()
+
+    def prefetch(self, buckets: Sequence[Bucket]) -> None:
+        """Begin to gather these (`Bucket.forward`, `backward` or `further`), up to the first whose memory is in use."""
+        for ahead in buckets:
+            resident = ahead.slot.resident  # type: ignore[union-attr]
+            if resident is ahead:
+                continue
+            if resident is not None and resident.is_in_use:
                 return
-            for ahead in self.turns[other]:
-                assert ahead.slot is not None
-                if ahead.slot.resident is ahead or (direction < 0 and not ahead.needs_backward):
-                    continue
-                if ahead.slot.resident is not None and ahead.slot.resident.is_in_use:
-                    return
-                self.launch(ahead)
+            if self.is_stale or self.is_fence_due:
+                self._prepare()
+            ahead.launch()
 
     def _resolve_conflict(self, bucket: Bucket, other: Bucket) -> None:
         """Two buckets of one slot are needed at once."""
-        if in_backward() or bucket.calls:
+        if in_backward() or bucket.pending:
             raise PluginError(
                 f"Buckets {bucket.name!r} and {other.name!r} take turns in one buffer, but both are needed at once: their modules are not run one after the "
                 f"other. Give one of them `reshard=never`, or both `reshard='after {bucket.spec.keep + 1}'`."

@@ -42,32 +42,43 @@ def _no_copy(memo: Any) -> NoReturn:
 
 
 class Places:
-    """Where the whole parameters of a bucket are, to be compared later."""
+    """Where the whole parameters of buckets are, and which are trained, to be compared later."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket, self._slot, self._places = bucket, bucket.slot, [parameter.data_ptr() for parameter in bucket.whole.values()]
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self._buckets = list(buckets)
+        self._of = [(bucket, name) for bucket in self._buckets for name in bucket.whole]
+        self._parameters = [bucket.whole[name] for bucket, name in self._of]
+        self._trained = [info.trainable for bucket in self._buckets for info in bucket.infos]
+        self._slots, self._places = self._now()
+
+    def _now(self) -> tuple[list[Any], list[int]]:
+        return [bucket.slot for bucket in self._buckets], list(map(Tensor.data_ptr, self._parameters))
 
     def check_places(self) -> None:
-        """Raise UsageError where a parameter has left the bucket's memory."""
-        bucket = self._bucket
-        places = [parameter.data_ptr() for parameter in bucket.whole.values()]
-        if bucket.slot is not self._slot:
-            self._slot, self._places = bucket.slot, places
-        if places != self._places:
-            name = next(name for name, place, before in zip(bucket.whole, places, self._places, strict=True) if place != before)
-            raise UsageError(
-                f"Parameter {name!r} was given other memory after bucket {bucket.name!r} was sharded: a gather would not reach it. Do not call `to`, `half`, "
-                "`float` and the like, or set `.data`, on a sharded model; dtype and device are precision.compute's and the mesh's."
-            )
+        """Raise UsageError where a parameter has left its bucket's memory."""
+        slots, places = self._now()
+        if places == self._places and slots == self._slots:
+            return
+        moved = {bucket for bucket, slot, before in zip(self._buckets, slots, self._slots, strict=True) if slot is not before}
+        for (bucket, name), place, before in zip(self._of, places, self._places, strict=True):
+            if place != before and bucket not in moved:
+                raise UsageError(
+                    f"Parameter {name!r} was given other memory after bucket {bucket.name!r} was sharded: a gather would not reach it. Do not call `to`, `half`, "
+                    "`float` and the like, or set `.data`, on a sharded model; dtype and device are precision.compute's and the mesh's."
+                )
+        self._slots, self._places = slots, places
 
     def check_trained(self) -> None:
         """Raise UsageError where a parameter is trained now and was not, or the reverse."""
-        for info in self._bucket.infos:
-            if self._bucket.whole[info.name].requires_grad != info.trainable:
-                raise UsageError(
-                    f"Parameter {info.name!r}: requires_grad is {not info.trainable} and was {info.trainable} when bucket {self._bucket.name!r} was sharded. Its gradient would "
-                    "not be reduced, or zeros in its place. Freeze parameters before sharding (a parameter group with `frozen`), and shard anew to change that."
-                )
+        now = [parameter.requires_grad for parameter in self._parameters]
+        if now == self._trained:
+            return
+        bucket, name = next(each for each, is_now, was in zip(self._of, now, self._trained, strict=True) if is_now != was)
+        was = not bucket.whole[name].requires_grad
+        raise UsageError(
+            f"Parameter {name!r}: requires_grad is {not was} and was {was} when bucket {bucket.name!r} was sharded. Its gradient would "
+            "not be reduced, or zeros in its place. Freeze parameters before sharding (a parameter group with `frozen`), and shard anew to change that."
+        )
 
 
 def check_values(masters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:

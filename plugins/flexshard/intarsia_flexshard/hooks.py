@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ def untraced(hook: Callable[..., None]) -> Callable[..., None]:
     disabled = torch.compiler.disable(hook)
 
     def run(*arguments: Any) -> None:
-        (disabled if torch.compiler.is_compiling() else hook)(*arguments)
+        (disabled if torch.compiler.is_dynamo_compiling() else hook)(*arguments)
 
     return run
 
@@ -40,7 +40,7 @@ class Inputs:
         self.nodes = [tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
 
 
-def after_parameters(tensor: Tensor, then: Callable[[], None]) -> Callable[[], None]:
+def after_parameters(tensor: Tensor, then: Callable[..., None]) -> Callable[..., None]:
     """`then`, to be called when the gradient of `tensor` is known, and not before parameters have theirs that the same operation made.
 
     Autograd takes leaves in any order. Of another tensor it goes on after all leaves that are known by then; where `tensor` is a leaf (what a pipeline stage received),
@@ -51,14 +51,18 @@ def after_parameters(tensor: Tensor, then: Callable[[], None]) -> Callable[[], N
     return lambda: torch.autograd.Variable._execution_engine.queue_callback(then)  # type: ignore[attr-defined]
 
 
-def when_known(tensors: Sequence[Tensor], then: Callable[[], None]) -> Inputs:
-    """Call `then` once in each backward pass that reaches one of the tensors, when all of their gradients that it computes are known.
+def when_known(tensors: Sequence[Tensor], then: Callable[..., None]) -> Inputs:
+    """Call `then` once in each backward pass that reaches one of the tensors, when all of their gradients that it computes are known; of a single tensor `then` may be given the gradient.
 
     Unlike torch's `register_multi_grad_hook` the hooks hold no nodes: where one tensor was made from another, that would be a cycle through the graph, and
     keep all of it alive until the garbage collector runs. Whoever holds the result decides; once it is gone nothing that the call computed can be in a
     backward pass, and `then` is called at the first gradient.
     """
     found = Inputs(tensors)
+    if len(tensors) == 1:
+        last = after_parameters(tensors[0], then) if tensors[0].is_leaf else None
+        tensors[0].register_hook(then if last is None else lambda gradient: last())
+        return found
     known = weakref.ref(found)
     task, missing = -1, 0
 
@@ -78,42 +82,39 @@ def when_known(tensors: Sequence[Tensor], then: Callable[[], None]) -> Inputs:
 
 
 def handled() -> int:
-    """Which exception is being handled; 0 for none."""
-    return id(sys.exc_info()[1]) if sys.exc_info()[1] is not None else 0
+    """Which exception is being handled, if any."""
+    return id(sys.exception())
 
 
 class Call:
-    """One forward call of a module that drives `bucket`. Calls are numbered as they begin; those up to `end` have begun within this one. `epoch` counts updates before it, `handled` is the exception that was being handled then.
+    """One forward call of a module that drives `bucket`. Calls are numbered as they begin; those up to `end` have begun within this one. `epoch` counts updates before it, `handled` is the exception that was being handled then;
+    `is_again` says that it is a recomputation.
 
     `is_left` says that the backward pass that has entered the call has left it again. What the call computed holds it, and nothing that it was given does: so a
-    call that can have no backward pass any more is gone.
+    call that can have no backward pass any more is gone. `reference` is what its bucket's `pending` holds of it.
     """
 
-    __slots__ = ("__weakref__", "bucket", "end", "epoch", "handled", "is_hidden", "is_left", "number")
+    __slots__ = ("__weakref__", "bucket", "end", "epoch", "handled", "is_again", "is_hidden", "is_left", "number", "reference")
 
-    def __init__(self, bucket: Bucket, number: int, epoch: int) -> None:
-        self.bucket, self.number, self.epoch, self.handled = bucket, number, epoch, handled()
+    def __init__(self, bucket: Bucket, number: int, epoch: int, is_again: bool) -> None:
+        self.is_again = is_again
+        self.bucket, self.number, self.epoch, self.handled = bucket, number, epoch, id(sys.exception())
         self.is_left = self.is_hidden = False
         self.end = number
+        self.reference: weakref.ref[Call] | None = None
 
 
-def differentiable(*values: Any) -> list[Tensor]:
-    """The tensors that require gradients in nested tuples, lists, dicts and dataclasses, each once."""
-    found: list[Tensor] = []
-    _collect(values, found)
+def differentiable(values: Iterable[Any], found: list[Tensor] | None = None) -> list[Tensor]:
+    """The tensors that require gradients among `values` and in nested tuples, lists, dicts and dataclasses, each once; added to `found`."""
+    found = [] if found is None else found
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.requires_grad and not (found and any(value is other for other in found)):
+                found.append(value)
+        elif isinstance(value, (tuple, list)):
+            differentiable(value, found)
+        elif isinstance(value, dict):
+            differentiable(value.values(), found)
+        elif hasattr(type(value), "__dataclass_fields__"):
+            differentiable([getattr(value, field.name) for field in dataclasses.fields(value)], found)
     return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        if value.requires_grad and not any(value is other for other in found):
-            found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            _collect(each, found)
-    elif isinstance(value, dict):
-        for each in value.values():
-            _collect(each, found)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name), found)

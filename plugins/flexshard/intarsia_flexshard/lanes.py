@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ class Observer(Protocol):
 
 
 class Lanes:
-    """Streams of `device`, and switching between them. On a CPU `on_device` is False, events are None and every method does nothing."""
+    """Streams of `device`, and switching between them: after `enter(stream)` work goes there, until `leave`. On a CPU `on_device` is False, events are None and every method does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_device = device.type == "cuda"
@@ -36,6 +37,8 @@ class Lanes:
         self.reduce: Any = None
         self.host: Any = None
         self.observer: Observer | None = None
+        # Called for every bucket: no question and no level of calls more than it takes.
+        self.enter: Callable[[Any], None] = torch.cuda.set_stream if self.on_device else _nothing
         if self.on_device:
             # High priority: what is waited for goes before what waits.
             self.gather, self.reduce = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
@@ -63,12 +66,10 @@ class Lanes:
         """A new event, None on a CPU."""
         return torch.cuda.Event() if self.on_device else None
 
-    def enter(self, stream: Any) -> None:
-        """Work goes to `stream` until `leave`."""
-        if self.on_device:
-            torch.cuda.set_stream(stream)
-
     def leave(self) -> None:
         """Work goes to the stream that computes."""
-        if self.on_device:
-            torch.cuda.set_stream(self.compute)
+        self.enter(self.compute)
+
+
+def _nothing(stream: Any) -> None:
+    """A CPU has no streams."""

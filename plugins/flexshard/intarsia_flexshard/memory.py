@@ -8,7 +8,7 @@ import torch
 
 from intarsia_flexshard.bucket import Bucket
 from intarsia_flexshard.lanes import Lanes
-from intarsia_flexshard.reduction import Pack
+from intarsia_flexshard.reduction import Pack, Reduction
 from intarsia_flexshard.ring import Slot, make_slots
 from intarsia_flexshard.sharing import LENT, aligned, buffers_needed, group, may_lend, slots_needed, turns_of
 
@@ -48,8 +48,9 @@ def make_memory(buckets: Sequence[Bucket], turns: Sequence[Bucket], kept: Sequen
         reduction.use(packs[number % count])
 
 
-def grow_pack(buckets: Sequence[Bucket], pack: Pack | None, size: int, received: int) -> Pack:
-    """A pack of its own for everybody who used `pack`. What used it is complete first."""
+def grow_pack(buckets: Sequence[Bucket], reduction: Reduction, size: int, received: int) -> Pack:
+    """A pack of its own for everybody who used the pack of `reduction`. What used it is complete first."""
+    pack = reduction.pack
     if pack is not None:
         if pack.user is not None:
             pack.user.complete()

@@ -28,28 +28,30 @@ class Recorded:
             self._graph.capture_end()
         # Recording has moved nothing.
         statistic.calls, statistic.bytes = before
+        self._begin, self._replay, self._watch, self._record = call.begin, self._graph.replay, call.comm.watch_event, call.record
 
     def start(self, result: Tensor | None = None) -> None:
         """Begin."""
         if torch.cuda.is_current_stream_capturing():
             self._run()
         else:
-            self._call.begin()
-            self._graph.replay()
+            self._begin()
+            self._replay()
 
     def wait(self) -> None:
         """Nothing: streams order what follows."""
 
     def watch(self, event: Any) -> None:
         """`event` has been recorded behind the last start: the group's limit of time holds for it."""
-        self._call.comm.watch_event(event, self._call.record)
+        self._watch(event, self._record)
 
     def _run(self) -> None:
         self._call.start() if self._result is None else self._call.start(self._result)
 
 
 def record(call: Any, result: Tensor | None = None) -> Any:
-    """`call`, recorded if it is a process group's; else itself (a transport's are copies, of which the host launches few)."""
+    """`call`, recorded if it is a process group's, or a transport's that says `is_recordable`; else itself."""
     if isinstance(call, Recorded):
         return call
-    return Recorded(call, result) if isinstance(call, (GroupGather, GroupReduce)) else call
+    can = isinstance(call, (GroupGather, GroupReduce)) or getattr(call, "is_recordable", False)
+    return Recorded(call, result) if can else call

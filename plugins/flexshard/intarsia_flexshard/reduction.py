@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from intarsia.comm import Communicator, add_parts
-from intarsia.layout import region_numel, slices
+from intarsia.layout import slices
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.plan import Geometry
@@ -28,13 +29,14 @@ from intarsia_flexshard.sharing import parts_received
 
 @dataclasses.dataclass(eq=False)
 class Pack:
-    """A buffer in which gradients are packed, and one for what other ranks send; `read`, if `dirty`, must be waited for before it is filled again. It may lie in a
-    `slot`, whose parameters it then destroys."""
+    """A buffer in which gradients are packed, and one for what other ranks send; `read`, if `dirty`, must be waited for before it is filled again. `is_followed` says that the
+    computing stream has been made to. It may lie in a `slot`, whose parameters it then destroys."""
 
     buffer: Tensor
     scratch: Tensor
     read: Any
     dirty: bool = False
+    is_followed: bool = False
     user: Reduction | None = None
     slot: Slot | None = None
 
@@ -55,6 +57,19 @@ class Target:
 
     views: tuple[Tensor, ...]
     boxes: tuple[tuple[slice, ...], ...] | None
+
+
+@dataclasses.dataclass
+class Plan:
+    """How gradients of one dtype are packed and exchanged: the pack as `source`, each member's `targets` in it, `views` where each has just one, and the prepared `call`. What an
+    exchange brings is the same views every time: the first one leaves `sums`, and `add` for them."""
+
+    source: Tensor
+    targets: list[Target]
+    views: list[Tensor] | None
+    call: Any
+    sums: Sums | None = None
+    add: Callable[[Tensor], None] | None = None
 
 
 def add_scaled(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
@@ -121,18 +136,18 @@ class Reduction:
         (self._add, self._prepare_add), self._scale = best_sums(parameters[0].device.type), scale
         self._parts: Sequence[Tensor] = ()
         self._count = geometry.counts[index]
-        self._split, self._shapes = _parts_of(geometry, index, self.masters)
+        self._parts_of = splitter(geometry, index, self.masters)
         self._begins = dict(zip(self.masters, geometry.offsets[index], strict=True))
         # Kernels may multiply and add in one: only powers of two give the bits of doing one after the other.
         self._is_plain = not self._copies and not host and math.frexp(scale)[0] == 0.5
         # A bucket of one parameter that lies there as its gradient does is sent without being packed.
         self._is_bare = geometry.is_bare
         self._accumulated: list[Tensor | None] = [None] * len(self.parameters)
-        self._sources: dict[torch.dtype, Tensor] = {}
-        self._targets: dict[torch.dtype, list[Target]] = {}
-        self._views: dict[torch.dtype, list[Tensor] | None] = {}
-        self._prepared: dict[torch.dtype, Any] = {}
+        self._is_accumulating = False
+        self._plans: dict[torch.dtype, Plan] = {}
         self.pack: Pack | None = None
+        # Gives larger buffers, of so many bytes, where the bucket's own are too small.
+        self.fresh_pack: Callable[[int, int], Pack]
         self.done = lanes.event()
         self._packed = lanes.event()
         self._nothing = torch.empty(0, dtype=self._dtype, device=parameters[0].device)
@@ -144,9 +159,6 @@ class Reduction:
         self.is_waiting = False
         self._then: Callable[[Sums | None], None] | None = None
         self._hands_on = False
-        # The parts that a packed exchange brings are always the same views.
-        self._packed_sums: dict[torch.dtype, Sums] = {}
-        self._packed_adds: dict[torch.dtype, Callable[[Tensor], None]] = {}
 
     def pack_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes to pack gradients of `dtype` and to receive the others'; 0 where they are sent as they are."""
@@ -175,6 +187,7 @@ class Reduction:
             if gradient is None:
                 continue
             before = self._accumulated[index]
+            self._is_accumulating = True
             if before is None:
                 self._accumulated[index] = gradient.to(self.wide)
             else:
@@ -183,49 +196,47 @@ class Reduction:
     def start(
         self,
         is_wide: bool,
-        fresh_pack: Callable[[int, int], Pack],
         then: Callable[[Sums | None], None] | None = None,
         takes_sums: bool = False,
     ) -> None:
         """Begin to sum what is there over the ranks.
 
-        `is_wide`: micro-batches were accumulated in this step (the same on all ranks). `fresh_pack(bytes, bytes)` gives larger buffers where the bucket's own
-        is too small. `then` runs behind the sum with the masters' `.grad` in place, which are dropped afterwards. With `takes_sums` it may instead
+        `is_wide`: micro-batches were accumulated in this step (the same on all ranks). `then` runs behind the sum with the masters' `.grad` in place, which are dropped afterwards. With `takes_sums` it may instead
         be given what was to be added, and nothing is.
         """
         dtype = self.wide if is_wide else self.narrow
         lanes, gradients = self._lanes, self._gather_up(is_wide)
         bare = gradients[0] if self._is_bare else None
         if bare is not None and bare.is_contiguous() and bare.dtype == dtype:
-            source, running, pack = bare.view(-1), self._prepare(bare.view(-1), None), None
+            source, running, pack, plan = bare.view(-1), self._prepare(bare.view(-1), None), None, None
         else:
-            pack = self._free_pack(dtype, fresh_pack)
-            source, running = self._fill(pack, dtype, gradients)
-            pack.user, pack.dirty = self, lanes.on_device
+            pack = self._free_pack(dtype)
+            plan = self._fill(pack, dtype, gradients)
+            source, running = plan.source, plan.call
+            pack.user, pack.dirty, pack.is_followed = self, lanes.on_device, False
         self._kept = (source, gradients if pack is None else None)
         self._hands_on = takes_sums and self.can_hand_on
         self._result = None if self._hands_on else torch.empty(self._count, dtype=self._dtype, device=source.device)
         self._running = running
         if lanes.on_device:
             self._packed.record(lanes.compute)
-            lanes.reduce.wait_event(self._packed)
+            self._packed.wait(lanes.reduce)
             lanes.enter(lanes.reduce)
             if (observer := lanes.observer) is not None:
                 observer.begin("reduce", self.name)
             running.start(self._nothing)
-            packed = dtype if pack is not None else None
             if not self._hands_on:
-                self._sum(packed)
+                self._sum(plan)
             if observer is not None:
                 observer.end("reduce", self.name)
             if then is not None:
-                self._go_on(then, packed)
+                self._go_on(then, plan)
             self.done.record(lanes.reduce)
             if pack is not None:
                 pack.read = self.done
             if isinstance(running, Recorded):
                 running.watch(self.done)
-            lanes.leave()
+            lanes.enter(lanes.compute)
             if then is None:
                 self._attach()
         else:
@@ -244,22 +255,25 @@ class Reduction:
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        if any(kept is not None for kept in self._accumulated):
+        if self._is_accumulating:
             gradients = [_plus(kept, gradient) for kept, gradient in zip(self._accumulated, gradients, strict=True)]
-            self._accumulated = [None] * len(self.parameters)
+            self._accumulated, self._is_accumulating = [None] * len(self.parameters), False
         return gradients
 
-    def _free_pack(self, dtype: torch.dtype, fresh_pack: Callable[[int, int], Pack]) -> Pack:
+    def _free_pack(self, dtype: torch.dtype) -> Pack:
         """The bucket's pack, or a larger one, when nobody reads it any more."""
         pack = self.pack
-        size, received = self._sizes(dtype)  # Of what is sent as it is too, if it is missing or lies otherwise.
-        if pack is None or pack.buffer.numel() < size or pack.scratch.numel() < received or not pack.claim():
-            pack = self.use(fresh_pack(size, received))
-        if pack.user is not None and pack.user is not self:
+        if pack is None or not (dtype in self._plans or self._fits(pack, dtype)) or not pack.claim():
+            pack = self.use(self.fresh_pack(*self._sizes(dtype)))
+        if pack.user is not None and pack.user.is_waiting and pack.user is not self:
             pack.user.complete()
-        if pack.dirty:
-            self._lanes.compute.wait_event(pack.read)
+        if pack.dirty and not pack.is_followed:
+            pack.read.wait(self._lanes.compute)
         return pack
+
+    def _fits(self, pack: Pack, dtype: torch.dtype) -> bool:
+        size, received = self._sizes(dtype)  # Of what is sent as it is too, if it is missing or lies otherwise.
+        return pack.buffer.numel() >= size and pack.scratch.numel() >= received
 
     def complete(self) -> None:
         """Whatever is computed from now on comes after the sum, and the masters have their `.grad`."""
@@ -269,7 +283,9 @@ class Reduction:
             observer.enter("wait for sum of", self.name)
         if self._lanes.on_device:
             self.is_waiting = False
-            self._lanes.compute.wait_event(self.done)
+            self.done.wait(self._lanes.compute)
+            if self.pack is not None and self.pack.user is self:
+                self.pack.is_followed = True
             if self._host:
                 self.done.synchronize()
         else:
@@ -292,7 +308,7 @@ class Reduction:
         """Drop all gradients."""
         self.complete()
         self._total, self._given = None, []
-        self._accumulated = [None] * len(self.parameters)
+        self._accumulated, self._is_accumulating = [None] * len(self.parameters), False
         for parameter in (*self.masters, *self.parameters):
             parameter.grad = None
 
@@ -300,23 +316,26 @@ class Reduction:
 
     def use(self, pack: Pack) -> Pack:
         """The bucket packs there from now on."""
-        self.pack, self._sources, self._targets, self._prepared, self._packed_sums, self._packed_adds = pack, {}, {}, {}, {}, {}
+        self.pack, self._plans = pack, {}
         return pack
 
-    def _fill(self, pack: Pack, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Any]:
-        if dtype not in self._prepared:
-            source = self._sources[dtype] = pack.buffer[: self.geometry.total * dtype.itemsize].view(dtype)
-            self._targets[dtype] = [_target(self.geometry, member, source) for member in range(len(self.parameters))]
-            self._prepared[dtype] = self._prepare(source, pack.scratch)
-            whole = [target.views[0] for target in self._targets[dtype] if target.boxes is None]
-            self._views[dtype] = whole if len(whole) == len(self.parameters) else None
-        source, views, there = self._sources[dtype], self._views[dtype], [gradient for gradient in gradients if gradient is not None]
-        if views is not None and len(there) == len(views):
-            torch._foreach_copy_(views, there)
-            return source, self._prepared[dtype]
+    def _plan(self, pack: Pack, dtype: torch.dtype) -> Plan:
+        source = pack.buffer[: self.geometry.total * dtype.itemsize].view(dtype)
+        targets = [_target(self.geometry, member, source) for member in range(len(self.parameters))]
+        whole = [target.views[0] for target in targets if target.boxes is None]
+        return Plan(source, targets, whole if len(whole) == len(targets) else None, self._prepare(source, pack.scratch))
+
+    def _fill(self, pack: Pack, dtype: torch.dtype, gradients: Sequence[Tensor | None]) -> Plan:
+        plan = self._plans.get(dtype)
+        if plan is None:
+            plan = self._plans[dtype] = self._plan(pack, dtype)
+        there = [gradient for gradient in gradients if gradient is not None]
+        if plan.views is not None and len(there) == len(plan.views):
+            torch._foreach_copy_(plan.views, there)
+            return plan
         into: list[Tensor] = []
         values: list[Tensor] = []
-        for target, gradient in zip(self._targets[dtype], gradients, strict=True):
+        for target, gradient in zip(plan.targets, gradients, strict=True):
             if gradient is None:
                 torch._foreach_zero_(target.views)
                 continue
@@ -324,7 +343,7 @@ class Reduction:
             values += [gradient] if target.boxes is None else [gradient[box] for box in target.boxes]
         if into:
             torch._foreach_copy_(into, values)
-        return source, self._prepared[dtype]
+        return plan
 
     def _prepare(self, source: Tensor, scratch: Tensor | None) -> Any:
         if self._shards is None:
@@ -334,44 +353,43 @@ class Reduction:
 
     def record(self) -> None:
         """CUDA, at a step's border: exchanges cost the host one launch each from now on."""
-        for dtype, call in self._prepared.items():
-            if dtype in self._packed_sums and not isinstance(call, (_Alone, Recorded)):
-                self._prepared[dtype] = record(call, self._nothing)
+        for plan in self._plans.values():
+            if plan.sums is not None and not isinstance(plan.call, (_Alone, Recorded)):
+                plan.call = record(plan.call, self._nothing)
 
     def _take(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """What the exchange calls when all parts are there: they are summed afterwards."""
         self._parts = parts
 
-    def _go_on(self, then: Callable[[Sums | None], None], packed: torch.dtype | None) -> None:
+    def _go_on(self, then: Callable[[Sums | None], None], plan: Plan | None) -> None:
         """Do what was to come behind the sum."""
         if self._hands_on:
-            then(self._received(packed))
+            then(self._received(plan))
         else:
             self._attach()
             then(None)
             self._detach()
 
-    def _received(self, packed: torch.dtype | None) -> Sums:
+    def _received(self, plan: Plan | None) -> Sums:
         """What is to be added. A recorded exchange calls nobody: what it brings is known from before."""
-        if packed is not None and packed in self._packed_sums:
-            return self._packed_sums[packed]
+        if plan is not None and plan.sums is not None:
+            return plan.sums
         sums, self._parts = Sums(tuple(self._parts), self._scale, self._begins), ()
-        if packed is not None:
-            self._packed_sums[packed] = sums
+        if plan is not None:
+            plan.sums = sums
         return sums
 
-    def _sum(self, packed: torch.dtype | None) -> None:
+    def _sum(self, plan: Plan | None) -> None:
         """Add the parts in the order of the ranks; then replicas, and what earlier micro-batches of the step have left."""
         if self._result is None:  # It was to be handed on.
             self._result = torch.empty(self._count, dtype=self._dtype, device=self._nothing.device)
-        parts = self._received(packed).parts
-        if packed is None:
+        parts = self._received(plan).parts
+        if plan is None:
             self._add(parts, self._result, self._scale)
         else:
-            add = self._packed_adds.get(packed)
-            if add is None:
-                add = self._packed_adds[packed] = self._prepare_add(parts, self._scale)
-            add(self._result)
+            if plan.add is None:
+                plan.add = self._prepare_add(parts, self._scale)
+            plan.add(self._result)
         for group in self._copies:
             group.all_reduce(self._result, "sum", f"reduce {self.name} over replicas")
         if self._host and self._lanes.on_device:
@@ -390,8 +408,7 @@ class Reduction:
             return
         assert self._result is not None
         self._total = self._result
-        parts = torch.split_with_sizes(self._total, self._split)[1::2]
-        self._given = [part if shape is None else part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        self._given = self._parts_of(self._total)
         for master, part in zip(self.masters, self._given, strict=True):
             master.grad = part
 
@@ -432,14 +449,29 @@ def _plus(kept: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     return kept.add_(gradient)
 
 
-def _parts_of(geometry: Geometry, index: int, masters: Sequence[nn.Parameter]) -> tuple[list[int], list[tuple[int, ...] | None]]:
-    """Sizes that split a shard into [gap, part, gap, part, gap ...], and the shape of each part where it is not 1-D."""
-    offsets = [*geometry.offsets[index], geometry.counts[index]]
-    sizes = [offsets[0]]
-    for member, region in enumerate(geometry.regions[index]):
-        numel = region_numel(region)
-        sizes += [numel, offsets[member + 1] - offsets[member] - numel]
-    return sizes, [None if master.dim() == 1 else tuple(master.shape) for master in masters]
+def splitter(geometry: Geometry, index: int, masters: Sequence[nn.Parameter]) -> Callable[[Tensor], list[Tensor]]:
+    """What makes views of a shard, one for each master in its shape; all of them in one call, which is half as long as one for each."""
+    # Gaps are parts that nobody takes: tensors of their sizes that have no memory.
+    like, taken, position = [], [], 0
+    for offset, master in zip((*geometry.offsets[index], geometry.counts[index]), (*masters, None), strict=True):
+        if offset > position:
+            like.append(torch.empty(1).expand(offset - position))
+        if master is not None:
+            taken.append(len(like))
+            like.append(master.detach())
+            position = offset + master.numel()
+    # An empty part comes back in one dimension.
+    flat = [(place, like[number].shape) for place, number in enumerate(taken) if not like[number].numel() and like[number].dim() != 1]
+
+    def split(shard: Tensor) -> list[Tensor]:
+        found = list(_unflatten_dense_tensors(shard, like))
+        if len(taken) < len(found):
+            found = [found[number] for number in taken]
+        for place, shape in flat:
+            found[place] = found[place].view(shape)
+        return found
+
+    return split
 
 
 def _target(geometry: Geometry, member: int, pack: Tensor) -> Target:

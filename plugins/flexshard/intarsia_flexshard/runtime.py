@@ -34,9 +34,8 @@ from intarsia_flexshard.copies import Copies, matched_elsewhere
 from intarsia_flexshard.gathers import Gathers, needs_weights
 from intarsia_flexshard.groups import make_groups
 from intarsia_flexshard.guards import Places, check_values, refuse_copies
-from intarsia_flexshard.hooks import Call, Inputs, after_parameters, differentiable, handled, in_backward, untraced, when_known
+from intarsia_flexshard.hooks import Call, Inputs, differentiable, handled, in_backward, untraced, when_known
 from intarsia_flexshard.lanes import Lanes
-from intarsia_flexshard.memory import grow_pack
 from intarsia_flexshard.parameters import check_fresh, check_masters, check_torch, read_in_forward, running, take_place
 from intarsia_flexshard.payload import step_quantising
 from intarsia_flexshard.reduction import Reduction
@@ -140,7 +139,7 @@ class FlexShardModel:
         last: list[Bucket | None] = [turn[-1] for turn in self.gathers.turns]
         self._half_way, self._fullest = (last[(len(last) - 1) // 2], last[-1]) if len(last) > 1 else (None, None)
         self._modules = self._install()
-        self._places = [Places(bucket) for bucket in buckets]
+        self._places = Places(buckets)
         refuse_copies(modules.values(), buckets)
         model.zero_grad = lambda set_to_none=True: self.zero_gradients()  # type: ignore[method-assign]
 
@@ -194,8 +193,7 @@ class FlexShardModel:
 
     def finish_gradients(self, wait: bool = True) -> None:
         """Reduce what is left, the last bucket first, and give everything back. Without `wait` sums may still be under way: `update` waits for what it needs."""
-        for places in self._places:
-            places.check_trained()
+        self._places.check_trained()
         if self.lanes.observer is not None:
             self.lanes.observer.clear()
         for bucket in reversed(self.buckets):
@@ -303,8 +301,9 @@ class FlexShardModel:
 
     @staticmethod
     def _apply(optimizer: Optimizer, factor: Any, buckets: Sequence[Bucket], names: tuple[str, ...], sums: Any = None) -> None:
-        for halves in [bucket.halves for bucket in buckets if bucket.halves is not None]:
-            halves.arrive()
+        for bucket in buckets:
+            if bucket.halves is not None:
+                bucket.halves.arrive()
         payloads = [bucket.payload for bucket in buckets]
         written = step_quantising(optimizer, factor, names, payloads, sums) if names else []
         for bucket in buckets:
@@ -397,8 +396,7 @@ class FlexShardModel:
 
     def _begin_pass(self) -> None:
         """A forward pass of the model begins."""
-        for places in self._places:
-            places.check_places()
+        self._places.check_places()
         self.lanes.begin()
         if self.lanes.observer is not None and not in_backward():
             self.lanes.observer.clear()
@@ -419,27 +417,31 @@ class FlexShardModel:
 
     def _reduce(self, bucket: Bucket) -> None:
         # Backward computes without gradients of its own, unless it was asked to create a graph; calls from outside may come with them.
-        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-            reduction = bucket.reduction
-            assert reduction is not None
-            if bucket in self._updated:
-                raise PluginError(
-                    f"Bucket {bucket.name!r} was updated in this backward pass, and there are gradients for it again. Within `update_in_backward` one backward pass "
-                    "reaches each bucket: run the others before it, with set_last_micro_batch(False), or call `update` instead."
-                )
-            bucket.open = False
-            if len(self._pending) >= PENDING:
-                self._pending.pop(0).complete()
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._reduce(bucket)
+            return
+        reduction = bucket.reduction
+        assert reduction is not None
+        if bucket in self._updated:
+            raise PluginError(
+                f"Bucket {bucket.name!r} was updated in this backward pass, and there are gradients for it again. Within `update_in_backward` one backward pass "
+                "reaches each bucket: run the others before it, with set_last_micro_batch(False), or call `update` instead."
+            )
+        bucket.open = False
+        if len(self._pending) >= PENDING:
+            self._pending.pop(0).complete()
+        if reduction.is_waiting:
             reduction.complete()
-            is_early = self._early is not None and self._last
-            takes_sums = is_early and bucket.is_split and getattr(self._early[0], "takes_sums", False)  # type: ignore[index]
-            if bucket.halves is not None:  # What waits on the host comes early where that spares a sum, which takes twice as much.
-                is_early = takes_sums = takes_sums and reduction.can_hand_on
-                if is_early:
-                    bucket.halves.come()
-            then = functools.partial(self._update_early, bucket, *self._early) if is_early else None  # type: ignore[misc]
-            reduction.start(self._any_unsynced, lambda *sizes: grow_pack(self.buckets, reduction.pack, *sizes), then, takes_sums)
-            self._pending.append(reduction)
+        is_early = self._early is not None and self._last
+        takes_sums = is_early and bucket.is_split and getattr(self._early[0], "takes_sums", False)  # type: ignore[index]
+        if bucket.halves is not None:  # What waits on the host comes early where that spares a sum, which takes twice as much.
+            is_early = takes_sums = takes_sums and reduction.can_hand_on
+            if is_early:
+                bucket.halves.come()
+        then = functools.partial(self._update_early, bucket, *self._early) if is_early else None  # type: ignore[misc]
+        reduction.start(self._any_unsynced, then, takes_sums)
+        self._pending.append(reduction)
 
     def _reduce_copies(self) -> None:
         """The gradients that several pipeline stages have a part of. All stages do this in one order."""
@@ -462,6 +464,8 @@ class FlexShardModel:
     # ------------------------------------------------------------ hooks
 
     def _before_forward(self, bucket: Bucket, is_root: bool) -> Callable[..., None]:
+        gathers = self.gathers
+
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._driven:
                 return
@@ -469,28 +473,23 @@ class FlexShardModel:
                 self.lanes.observer.enter("forward", bucket.name)
             recomputing = in_backward()
             given: Inputs | None = None
-            call = Call(bucket, next(self._numbers), self.gathers.epoch)
-            if not recomputing:
+            call = Call(bucket, next(self._numbers), gathers.epoch, recomputing)
+            if self._entered and not recomputing:
                 self._end_backward(bucket)
-            self.gathers.launch(bucket)
+            gathers.launch(bucket)
             bucket.running.append((call, None))
             bucket.settle()
             if not recomputing:
-                self.gathers.prefetch(bucket, 1)
+                gathers.prefetch(bucket.forward)
                 if bucket is self._fullest:
                     for halves in self._halves:
                         halves.drop()
             if not is_root and torch.is_grad_enabled():
-                inputs = differentiable(args, kwargs)
+                inputs = differentiable((*args, *kwargs.values()))
                 if inputs:
                     # Fires when the gradients of all inputs are known. Autograd runs later operations first, so the parameters have theirs by then.
                     leave = functools.partial(self._leave_known, weakref.ref(call))
-                    if len(inputs) == 1:
-                        given = Inputs(inputs)
-                        known = after_parameters(inputs[0], leave)
-                        inputs[0].register_hook(lambda gradient: known())
-                    else:
-                        given = when_known(inputs, leave)
+                    given = when_known(inputs, leave)
                     bucket.running[-1] = (call, given)
 
         return untraced(before_forward)
@@ -506,8 +505,8 @@ class FlexShardModel:
             if torch.is_grad_enabled() and handled() == call.handled:
                 # What the call was given and hands on has not been computed by it, and may be reached long after it is left.
                 passed = () if given is None else given.nodes
-                nodes = [tensor.grad_fn for tensor in differentiable(output)]
-                outputs = [node for node in nodes if node is not None and not any(node is other for other in passed)]
+                results = differentiable((output,))
+                outputs = [node for tensor in results if (node := tensor.grad_fn) is not None and node not in passed]
                 for node in outputs:
                     # Before the operation that made the output, and so after what leaves a module that has this output as its input. The outputs hold
                     # what tells that the inputs' gradients are all known.
@@ -517,8 +516,8 @@ class FlexShardModel:
                 if not outputs and given is not None:
                     bucket.hidden.append(given)
                 # A recomputation replaces a call that was counted, or belongs to one that leaves once for each time it is run.
-                if (outputs or hidden) and not is_root and not in_backward():
-                    bucket.pending.add(call)
+                if (outputs or hidden) and not is_root and not call.is_again:
+                    bucket.expect(call)
             if hidden:
                 call.is_hidden = bucket.entered = True
                 self._entered.append(call)
@@ -546,21 +545,22 @@ class FlexShardModel:
             )
         # Autograd runs later operations first: what was called after this call was over has all its gradients, though an input's may come only at the end,
         # or nobody asks for one.
-        for later in sorted((other for other in self._entered if other.number > call.end), key=lambda other: -other.number):
-            self._leave(later)
+        for later in sorted(self._entered, key=lambda other: -other.number) if self._entered else ():
+            if later.number > call.end:
+                self._leave(later)
         if self.lanes.observer is not None:
             self.lanes.observer.enter("backward", bucket.name)
         bucket.open, call.is_left = True, False
-        if call not in self._entered and "" not in bucket.drivers:
+        if not bucket.is_of_root and call not in self._entered:
             self._entered.append(call)
         if bucket.needs_backward:
             self.gathers.launch(bucket)
             bucket.entered = True
             bucket.settle()
-            self.gathers.prefetch(bucket, -1)
+            self.gathers.prefetch(bucket.backward)
 
-    def _leave_known(self, known: weakref.ref[Call]) -> None:
-        """All gradients of a call's inputs are known."""
+    def _leave_known(self, known: weakref.ref[Call], gradient: Any = None) -> None:
+        """All gradients of a call's inputs are known, or its one input's `gradient`."""
         call = known()
         if call is not None and not call.is_left:
             self._leave(call)
@@ -568,10 +568,11 @@ class FlexShardModel:
     def _close(self, call: Call) -> Bucket:
         """The backward pass has done with a call."""
         bucket, call.is_left = call.bucket, True
-        bucket.pending.discard(call)
+        if call.reference is not None:
+            bucket.pending.discard(call.reference)
         if call in self._entered:
             self._entered.remove(call)
-        bucket.entered = any(other.bucket is bucket for other in self._entered)
+        bucket.entered = bool(self._entered) and any(other.bucket is bucket for other in self._entered)
         return bucket
 
     def _end_backward(self, bucket: Bucket) -> None:
@@ -587,9 +588,9 @@ class FlexShardModel:
         if not (bucket.is_kept or bucket.is_in_use) and self._reshard:
             bucket.free(self._poison)
         # The bucket before is there already, and this one's slot is free.
-        self.gathers.prefetch(bucket, -1, 1)
+        self.gathers.prefetch(bucket.further)
         # Gradients of parameters that several calls share come with the last of them.
-        if bucket.reduction is not None and bucket.open and not bucket.calls:
+        if bucket.reduction is not None and bucket.open and not bucket.pending:
             for halves in self._halves if bucket is self._half_way else ():
                 halves.come()
             is_due = self._last or self._config.gradients == "sharded"
