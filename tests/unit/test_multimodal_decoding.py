@@ -12,17 +12,19 @@ import chz
 import numpy
 import pytest
 import torch
-from intarsia.config import MixturePart
+from intarsia.config import DataSourceConfig, MixturePart
 from intarsia.contracts import Document, Media
 from intarsia.plugins import current
 from intarsia_data.config import ByteTokenizerConfig
 from intarsia_llama3.recipes import debug
-from intarsia_multimodal.config import DrawnConfig, MultimodalConfig
+from intarsia_multimodal import loader as loading
+from intarsia_multimodal.config import DrawnConfig, MediaJsonlConfig, MultimodalConfig
 from intarsia_multimodal.contracts import MediaError, Slot
 from intarsia_multimodal.decoding import Decoder
 from intarsia_multimodal.loader import MultimodalLoader
 from intarsia_multimodal.making import Piece, RowMaker
 from intarsia_multimodal.patches import PatchProcessor
+from intarsia_multimodal.pool import Pool
 
 from tests.support.media import SMALL, SPECIALS, encoded, image, noise, tokenizer
 
@@ -145,10 +147,14 @@ def test_rows_that_show_the_same_decode_it_once() -> None:
 
 
 def drawn(folder: Path, workers: int, policy: str = "stop", prefetch: int = 0) -> MultimodalLoader:
+    return loader_of(DrawnConfig(documents=64), folder, workers, policy, prefetch)
+
+
+def loader_of(source: DataSourceConfig, folder: Path, workers: int, policy: str = "stop", prefetch: int = 0) -> MultimodalLoader:
     """Steps of four micro-batches."""
     run = debug()
     loader = MultimodalConfig(processor=SMALL, workers=workers, bad_media=policy)
-    mixture = (MixturePart(source=DrawnConfig(documents=64)),)
+    mixture = (MixturePart(source=source),)
     data = chz.replace(
         run.data,
         loader=loader,
@@ -191,6 +197,21 @@ def test_workers_decode_a_little_ahead_of_who_looks(tmp_path: Path) -> None:
     found += [each() for each in second]
     assert len(found) == len(expected) and all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     loader.close()
+
+
+def test_a_loader_that_is_refused_leaves_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Pool] = []
+
+    class Noted(Pool):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(loading, "Pool", Noted)
+    (tmp_path / "data.jsonl").write_text('{"images": ["gone.png"], "text": "none"}\n')
+    with pytest.raises(MediaError, match=r"gone\.png"):
+        loader_of(MediaJsonlConfig(paths=(str(tmp_path / "data.jsonl"),)), tmp_path, 1)
+    assert [process.poll() is None for pool in made for process in pool.processes] == [False]
 
 
 def test_features_are_numbered_in_one_place() -> None:

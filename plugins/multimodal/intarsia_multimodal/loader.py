@@ -88,9 +88,11 @@ class MultimodalLoader(StepLoader):
         names, parts, train = maker.found.names, maker.found.parts, split == "train"
         try:
             self._indices = [self._index(number) for number in range(len(names))]
-        finally:
-            if not train:  # its workers are started when there is something to evaluate
-                self.close_workers()
+        except BaseException:
+            self.close_workers()
+            raise
+        if not train:  # its workers are started when there is something to evaluate
+            self.close_workers()
         fitted = [
             fit(index, recipe.train.sequence_length, config.patches, config.too_long, name)
             for index, name in zip(self._indices, names, strict=True)
