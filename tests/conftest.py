@@ -1,14 +1,28 @@
-"""What holds for every test of the repository: kernels that it puts in force are out of force after it."""
+"""What holds for every test of the repository: kernels that it puts in force are out of force after it, the numbers that it draws are the same whatever ran before it,
+and no speed is asked of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import random
 import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import hypothesis
 import pytest
+
+# Of tests with settings of their own these are the rest. A time limit for an example would be one on the machine. Other examples at every run are nightly's.
+hypothesis.settings.register_profile(
+    "intarsia",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    derandomize=os.environ.get("INTARSIA_HYPOTHESIS", "") != "thorough",
+)
+hypothesis.settings.load_profile("intarsia")
 
 _looked_at: dict[str, ModuleType] = {}
 _operators: dict[Any, Any] = {}
@@ -52,3 +66,15 @@ def _choices_of_a_test(_choices_of_a_module: None) -> Iterator[None]:
     """What a test puts in force (a selection, a trainer that it makes) is in force for it alone."""
     with kept_choices():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _draws_of_a_test() -> None:
+    """Random generators of the process begin alike in every test. Neither library is imported for this."""
+    random.seed(0)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(0)
+    torch: Any = sys.modules.get("torch.random")
+    if torch is not None:
+        torch.manual_seed(0)
