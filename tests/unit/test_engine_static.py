@@ -135,6 +135,19 @@ def test_states_in_fixed_shapes_give_the_same_result() -> None:
         assert made.runner.static.computed > 14
 
 
+def without_looking(kernels: dict[str, ops.Choice]) -> None:
+    """References of experts look at numbers on a CPU, which they do on no other device."""
+
+    def permute(x_ND: Any, pairs_M: Any, places_NK: Any) -> Any:
+        return x_ND.index_select(0, pairs_M // places_NK.shape[1])
+
+    def combine(y_MD: Any, weights_NK: Any, pairs_M: Any, places_NK: Any) -> Any:
+        return (y_MD[places_NK] * weights_NK[..., None]).sum(1)
+
+    for function in (permute, combine):
+        kernels[function.__name__] = ops.Choice(f"acme:{function.__name__}", "the test's", function)
+
+
 def replays(made: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let steps be recorded and replayed as on a GPU; the sizes that were recorded."""
     static, recorded = made.runner.static, []
@@ -152,14 +165,16 @@ def replays(made: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return recorded
 
 
-@pytest.mark.parametrize("kind", ["softmax", "states"])
-@pytest.mark.parametrize("settings", [{}, {"blocks": 14}, {"batch": 7, "sequences": 3}, {"block": 1}], ids=str)
+@pytest.mark.parametrize("kind", ["softmax", "states", "experts"])
+@pytest.mark.parametrize("settings", [{"blocks": 14}, {"batch": 7, "sequences": 3}, {"block": 1}], ids=str)
 def test_nothing_that_changes_is_held_and_nothing_waits(kind: str, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators noted once and run again on the same memory give later steps' results, whoever sits where."""
-    expected = run(engine(model(kind), "off", invariant=False), count=30)
+    """Operators noted once and run again on the same memory give later steps' results, whoever sits where; experts that were chosen, too."""
+    routes = kind == "experts"
+    expected = run(engine(model(kind), "off", invariant=False), routes=routes)
     made = engine(model(kind), invariant=False, **settings)
+    without_looking(made.choices)
     recorded = replays(made, monkeypatch)
-    check(run(made, count=30), expected, exact=False)
+    check(run(made, routes=routes), expected, exact=False)
     assert 0 < len(recorded) == len(set(recorded)) < made.runner.static.computed
 
 

@@ -185,19 +185,21 @@ class Engine:
         unsound: list[Job] = []
         parts = [[chunk for chunk in chunks if chunk.decode == is_decode] for is_decode in (True, False)]
         calls = [sorted(part, key=arrangement) for part in parts if part]
-        wanted = [rows_of(call) for call in calls]
         extras = [self.eyes.extra_of(call) for call in calls]
         if self.team is not None:
-            self.team.step([(call, [row.place for row in some], extra) for call, some, extra in zip(calls, wanted, extras, strict=True)])
-        for call, some, extra in zip(calls, wanted, extras, strict=True):
-            hidden.append(self._computed(call, extra, some, unsound))
+            self.team.step([(call, [row.place for row in rows_of(call)], extra) for call, extra in zip(calls, extras, strict=True)])
+        for call, extra in zip(calls, extras, strict=True):
+            some_ND, some = self._computed(call, extra, unsound)
+            hidden.append(some_ND)
             rows += some
         tokens, log_probs = decide(self.runner.logits, torch.cat(hidden) if len(hidden) > 1 else hidden[0], rows)
         return rows, tokens, log_probs, unsound
 
-    def _computed(self, chunks: Sequence[Chunk], extra: Mapping[str, Any] | None, rows: Sequence[Row], unsound: list[Job]) -> Tensor:
-        """Run the model on chunks of one kind and what they show; the hidden states of `rows`, those that decide something."""
+    def _computed(self, chunks: Sequence[Chunk], extra: Mapping[str, Any] | None, unsound: list[Job]) -> tuple[Tensor, list[Row]]:
+        """Run the model on chunks of one kind and what they show; the rows that decide something, and their hidden states."""
         hidden_ND = self.runner.hidden(chunks, extra)
+        # A device computes meanwhile: nothing has waited for it yet.
+        rows = rows_of(chunks)
         for chunk in chunks:
             self.prompt_tokens += max(0, min(chunk.end, chunk.job.prompt) - chunk.start)
         if len(rows) < hidden_ND.shape[0]:
@@ -205,7 +207,7 @@ class Engine:
             sound_N = hidden_ND.isfinite().all(-1).tolist()
             ends = itertools.accumulate(chunk.end - chunk.start for chunk in chunks)
             unsound += [chunk.job for chunk, end in zip(chunks, ends, strict=True) if not all(sound_N[end - chunk.end + chunk.start : end])]
-        return self.runner.chosen(hidden_ND, [row.place for row in rows])
+        return self.runner.chosen(hidden_ND, [row.place for row in rows]), rows
 
     def _take(self, rows: Sequence[Row], tokens: Sequence[int], log_probs: Sequence[float], jobs: Sequence[Job]) -> None:
         """Give each request its tokens; those that have all end, and those that are not sound: `jobs`, and whose log-probabilities are not finite."""
