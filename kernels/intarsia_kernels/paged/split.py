@@ -75,10 +75,12 @@ def _decode(q_pointer, k_pointer, v_pointer, sinks_pointer, out_pointer, part_po
     row, offsets, offsets_v = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     valid = row < GROUPS
     while at < stop:
-        request = tl.sum((ends * KV_HEADS <= at).to(tl.int32), 0)
-        is_own = tl.arange(0, REQUESTS) == request
-        own = tl.sum(tl.where(is_own, blocks, 0), 0)
-        within = at - (tl.sum(tl.where(is_own, ends, 0), 0) - own) * KV_HEADS
+        # Only `ends` stays in registers: of what lies before the share's place, and up to the end of the request in which it lies.
+        is_before = ends * KV_HEADS <= at
+        request = tl.sum(is_before.to(tl.int32), 0)
+        before = tl.max(tl.where(is_before, ends, 0), 0)
+        own = tl.min(tl.where(is_before, 2147483647, ends), 0) - before
+        within = at - before * KV_HEADS
         kv_head, passed = within // own, within % own
         here = tl.minimum(own - passed, stop - at)
         position, first = tl.load(positions_pointer + request), tl.load(firsts_pointer + request).to(tl.int64)
