@@ -13,14 +13,13 @@ from typing import Any, Literal
 import torch
 from intarsia_models_common.linear_attention.delta_rule import NORM_EPS
 from torch import Tensor
-from torch.library import wrap_triton
 
 from intarsia_kernels.delta_rule.gradients import gradients_kernel
 from intarsia_kernels.delta_rule.prepare import FACTORS, prepare_kernel
 from intarsia_kernels.delta_rule.recurrence import backward_kernel, forward_kernel
 from intarsia_kernels.delta_rule.schedule import BLOCK, RUN, schedule_kernel
 from intarsia_kernels.delta_rule.settings import WIDTHS, Cut, multiprocessors, settings
-from intarsia_kernels.direct import direct_op
+from intarsia_kernels.direct import direct_op, wrap_triton
 
 PRECISION = "tf32x3"
 """Float32 products by three of tensor cores."""

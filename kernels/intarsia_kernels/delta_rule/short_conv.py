@@ -20,10 +20,9 @@ import triton
 import triton.language as tl
 from intarsia_models_common.linear_attention.short_conv import tail
 from torch import Tensor
-from torch.library import wrap_triton
 
 from intarsia_kernels.delta_rule.prepare import limit_of
-from intarsia_kernels.direct import direct_op
+from intarsia_kernels.direct import direct_op, wrap_triton
 
 ROWS, FORWARD_CHANNELS, FORWARD_WARPS = 32, 128, 4
 """Tokens and channels of a program, forward, and its warps."""

@@ -11,9 +11,8 @@ import triton.language as tl
 from intarsia.errors import UsageError
 from intarsia_models_common.moe.products import routing
 from torch import Tensor
-from torch.library import wrap_triton
 
-from intarsia_kernels.direct import direct_op
+from intarsia_kernels.direct import direct_op, wrap_triton
 from intarsia_kernels.invariant.linear import differentiable
 
 TILES = ((16, (16, 64, 128, 4, 4)), (64, (64, 128, 128, 4, 3)), (1 << 62, (128, 256, 64, 8, 3)))

@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import wrap_triton
 
-from intarsia_kernels.direct import direct_op
+from intarsia_kernels.direct import direct_op, wrap_triton
 
 PAIRS = 1024
 """About so many pairs of a token are in a program."""

@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import wrap_triton
 
-from intarsia_kernels.direct import direct_op
+from intarsia_kernels.direct import cdiv, direct_op, power_of_two, wrap_triton
 
 MAX_BLOCK = 4096
 """Columns that a program holds at once."""
@@ -101,17 +100,17 @@ def _gather(
 
 
 def _launch(columns: int) -> dict[str, int]:
-    block = min(MAX_BLOCK, triton.next_power_of_2(max(columns, 1)))
+    block = min(MAX_BLOCK, power_of_two(max(columns, 1)))
     return {"BLOCK": block, "num_warps": 8 if block >= 4096 else 4 if block >= 512 else 1}
 
 
 def _spread_grid(places_NK: Tensor, pairs_M: Tensor) -> tuple[int]:
-    return (places_NK.shape[0] + triton.cdiv(pairs_M.shape[0], TAIL),)
+    return (places_NK.shape[0] + cdiv(pairs_M.shape[0], TAIL),)
 
 
 def _spread_launch(columns: int, k: int) -> dict[str, int]:
-    width = triton.next_power_of_2(k)
-    block = min(max(MOST_ELEMENTS // width, 16), triton.next_power_of_2(max(columns, 1)))
+    width = power_of_two(k)
+    block = min(max(MOST_ELEMENTS // width, 16), power_of_two(max(columns, 1)))
     return {"WIDTH": width, "BLOCK": block, "TAIL": TAIL, "num_warps": 8 if width * block >= MOST_ELEMENTS else 4}
 
 

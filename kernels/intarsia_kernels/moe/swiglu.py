@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import wrap_triton
 
-from intarsia_kernels.direct import direct_op
+from intarsia_kernels.direct import cdiv, direct_op, wrap_triton
 
 BLOCK = 4096
 WARPS = 8
@@ -45,7 +44,7 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     """y, of contiguous tensors of one shape and dtype."""
     y = torch.empty_like(gate)
     if gate.numel():
-        wrap_triton(_forward)[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, y, gate.numel(), BLOCK=BLOCK, num_warps=WARPS)
+        wrap_triton(_forward)[(cdiv(gate.numel(), BLOCK),)](gate, up, y, gate.numel(), BLOCK=BLOCK, num_warps=WARPS)
     return y
 
 
@@ -54,7 +53,7 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     """Gradients of gate and up."""
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
-        wrap_triton(_backward)[(triton.cdiv(gate.numel(), BLOCK),)](dy, gate, up, dgate, dup, gate.numel(), BLOCK=BLOCK, num_warps=WARPS)
+        wrap_triton(_backward)[(cdiv(gate.numel(), BLOCK),)](dy, gate, up, dgate, dup, gate.numel(), BLOCK=BLOCK, num_warps=WARPS)
     return dgate, dup
 
 
