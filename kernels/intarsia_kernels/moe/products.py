@@ -15,9 +15,8 @@ import triton.language as tl
 from intarsia_float8.format import dequantise
 from intarsia_models_common.moe.products import grouped, scaled
 from torch import Tensor
-from torch.library import wrap_triton
 
-from intarsia_kernels.direct import direct_op
+from intarsia_kernels.direct import cdiv, direct_op, wrap_triton
 from intarsia_kernels.fp8 import tiles
 
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
@@ -46,7 +45,8 @@ def _clear_tail(y_pointer, ends_pointer, groups, rows, columns, ROWS: tl.constex
 
 
 @triton.jit
-def _clear_empty(grad_pointer, ends_pointer, numel, BLOCK: tl.constexpr):
+def _clear_empty(grad_pointer, other_pointer, ends_pointer, numel, BLOCK: tl.constexpr):
+    """Of one gradient, or of two by a third dimension of the grid."""
     group = tl.program_id(0).to(tl.int64)
     before = tl.load(ends_pointer + group - 1, mask=group > 0, other=0)
     if tl.load(ends_pointer + group) == before:
@@ -54,7 +54,10 @@ def _clear_empty(grad_pointer, ends_pointer, numel, BLOCK: tl.constexpr):
         first = tl.program_id(1) * BLOCK
         while first < numel:
             offsets = first + tl.arange(0, BLOCK)
-            tl.store(grad_pointer + group * numel + offsets, zeros, mask=offsets < numel)
+            if tl.program_id(2) == 0:
+                tl.store(grad_pointer + group * numel + offsets, zeros, mask=offsets < numel)
+            else:
+                tl.store(other_pointer + group * numel + offsets, zeros, mask=offsets < numel)
             first += tl.num_programs(1) * BLOCK
 
 
@@ -69,7 +72,7 @@ def _product(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
         return x_MI.new_zeros(x_MI.shape[0], weight_EOI.shape[1])
     y_MO = _grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends_E)
     rows, columns = y_MO.shape
-    grid = min(PROGRAMS, triton.cdiv(rows, ROWS)), triton.cdiv(columns, COLUMNS)
+    grid = min(PROGRAMS, cdiv(rows, ROWS)), cdiv(columns, COLUMNS)
     wrap_triton(_clear_tail)[grid](y_MO, ends_E, ends_E.shape[0], rows, columns, ROWS=ROWS, BLOCK=COLUMNS)
     return y_MO
 
@@ -79,10 +82,16 @@ def _weight_gradient(grad_MO: Tensor, x_MI: Tensor, ends_E: Tensor) -> Tensor:
     if not grad_MO.numel() or not x_MI.numel():
         return x_MI.new_zeros(ends_E.shape[0], grad_MO.shape[1], x_MI.shape[1])
     grad_EOI = _grouped_mm(grad_MO.t(), x_MI, offs=ends_E)
-    numel = grad_EOI.shape[1] * grad_EOI.shape[2]
-    grid = ends_E.shape[0], min(PROGRAMS_OF_GROUP, triton.cdiv(numel, ELEMENTS))
-    wrap_triton(_clear_empty)[grid](grad_EOI, ends_E, numel, BLOCK=ELEMENTS, num_warps=8)
+    clear_empty(grad_EOI, None, ends_E)
     return grad_EOI
+
+
+def clear_empty(grad_EOI: Tensor, other_EOI: Tensor | None, ends_E: Tensor) -> None:
+    """Write zeros where a group without rows left the memory of its gradient as it was; of two gradients of one shape in one launch."""
+    numel = grad_EOI.shape[1] * grad_EOI.shape[2]
+    grid = ends_E.shape[0], min(PROGRAMS_OF_GROUP, cdiv(numel, ELEMENTS)), 1 if other_EOI is None else 2
+    other = grad_EOI if other_EOI is None else other_EOI
+    wrap_triton(_clear_empty)[grid](grad_EOI, other, ends_E, numel, BLOCK=ELEMENTS, num_warps=8)
 
 
 def weight_gradient(grad_MO: Tensor, x_MI: Tensor, counts_E: Tensor) -> Tensor:

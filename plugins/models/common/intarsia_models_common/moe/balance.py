@@ -18,6 +18,8 @@ import torch
 from intarsia import logical
 from torch import Tensor
 
+from intarsia_models_common.moe.operators import EXPERT_COUNTS
+
 FURTHER = 3
 """What is counted beside the load of each expert: tokens, the sum of their entropies (nats), dropped pairs."""
 
@@ -42,22 +44,24 @@ def is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@torch.library.custom_op("intarsia::count_experts", mutates_args=("counters",))
 def count(counters: Tensor, counts_E: Tensor, scores_NE: Tensor, dropped: Tensor | None) -> None:
-    """Add to `counters` (float64, [E + FURTHER]) unless this is a recomputation. Opaque, since a compiler would decide that when it compiles."""
-    if is_recomputed():
-        return
-    shares_NE = scores_NE.float()
-    shares_NE = shares_NE / shares_NE.sum(-1, keepdim=True).clamp_min(1e-20)
-    experts = counts_E.shape[0]
-    counters[:experts] += counts_E
-    counters[experts] += scores_NE.shape[0]
-    counters[experts + 1] += torch.special.entr(shares_NE).sum()
-    if dropped is not None:
-        counters[experts + 2] += dropped
+    """Add to `counters` (float64, [E + FURTHER]) unless this is a recomputation; `scores_NE` without gradient."""
+    # Opaque to a compiler, which would decide that when it compiles. Where nothing traces or watches, the dispatcher's way to it takes the host longer than the counting.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        _count_opaque(counters, counts_E, scores_NE, dropped)
+    else:
+        _count(counters, counts_E, scores_NE, dropped)
 
 
-@count.register_fake
+def _count(counters: Tensor, counts_E: Tensor, scores_NE: Tensor, dropped: Tensor | None) -> None:
+    if not is_recomputed():
+        counters += EXPERT_COUNTS(counts_E, scores_NE, dropped)
+
+
+_count_opaque = torch.library.custom_op("intarsia::count_experts", mutates_args=("counters",))(_count)
+
+
+@_count_opaque.register_fake
 def _(counters: Tensor, counts_E: Tensor, scores_NE: Tensor, dropped: Tensor | None) -> None:
     return None
 

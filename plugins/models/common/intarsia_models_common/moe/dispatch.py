@@ -21,7 +21,7 @@ from intarsia.errors import UsageError
 from torch import Tensor
 
 from intarsia_models_common.moe.config import LocalConfig
-from intarsia_models_common.moe.operators import COMBINE, PERMUTE
+from intarsia_models_common.moe.operators import COMBINE, PERMUTE, SORT_PAIRS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +99,7 @@ class Order:
 
 def sort_pairs(experts_NK: Tensor, experts: int) -> Order:
     """Sort pairs by expert, those of one expert in the order of tokens: the same order whoever sorts. Waits for nothing."""
-    flat_M = experts_NK.flatten()
-    # Few bits to sort by; one number beyond the experts must fit.
-    keys_M, pairs_M = torch.sort(flat_M.to(torch.int16 if experts < 2**15 - 1 else torch.int64), stable=True)
-    numbers = torch.arange(experts + 1, device=flat_M.device, dtype=keys_M.dtype)
-    bounds_E1 = torch.searchsorted(keys_M, numbers)
-    # Every pair has its place: nothing is left to mark, other than in `invert`.
-    places_M = torch.empty_like(pairs_M).scatter_(0, pairs_M, torch.arange(pairs_M.shape[0], device=pairs_M.device))
-    return Order(pairs_M, places_M.view(experts_NK.shape), bounds_E1.diff(), bounds_E1)
+    return Order(*SORT_PAIRS(experts_NK, experts))
 
 
 def invert(places_M: Tensor, size: int) -> Tensor:

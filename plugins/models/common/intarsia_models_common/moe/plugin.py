@@ -68,6 +68,11 @@ def offer_operators() -> Sequence[Entry]:
         _operator("scaled_grouped_linear", "The same with matrices as float8 and one scale for each tile."),
         _operator("router_linear", "A router's logits, in float32 whatever the dtypes are."),
         _operator("router_sigmoid", "A router's scores of experts that do not compete."),
+        _operator("grouped_swiglu", "Rows in groups through a gated layer's first two matrices of each group."),
+        _operator("top_experts", "The experts of the largest scores, of the best groups if asked."),
+        _operator("expert_weights", "The scores of a token's experts as weights, and their gradient."),
+        _operator("expert_counts", "How busy experts are, for a step's report."),
+        _operator("sort_pairs", "Pairs of tokens and experts in the order of experts."),
         _operator("permute", "Tokens to the rows of their experts."),
         _operator("combine", "Experts' rows back to their tokens, weighted and summed."),
     ]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from intarsia import ops
 from intarsia_float8.format import dequantise
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -107,6 +108,13 @@ def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor
 
 # For who computes it at another time than the input's gradient. A kernel's function has one too.
 grouped_linear.weight_gradient = weight_gradient  # type: ignore[attr-defined]
+
+
+def grouped_swiglu(x_MI: Tensor, gate_EOI: Tensor, up_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """[M, O]: `swiglu(grouped_linear(x, gate, counts), grouped_linear(x, up, counts))`, by what is in force for both. Rows of the tail are as there."""
+    from intarsia_models_common.moe.operators import GROUPED_LINEAR
+
+    return ops.swiglu(GROUPED_LINEAR(x_MI, gate_EOI, counts_E), GROUPED_LINEAR(x_MI, up_EOI, counts_E))
 
 
 class _ScaledGroupedLinear(torch.autograd.Function):

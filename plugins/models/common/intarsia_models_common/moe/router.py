@@ -27,7 +27,7 @@ from intarsia_models_common.moe.config import (
     SigmoidRouterConfig,
     SoftmaxRouterConfig,
 )
-from intarsia_models_common.moe.operators import ROUTER_LINEAR, ROUTER_SIGMOID
+from intarsia_models_common.moe.operators import EXPERT_WEIGHTS, ROUTER_LINEAR, ROUTER_SIGMOID, TOP_EXPERTS
 
 
 @dataclasses.dataclass
@@ -78,11 +78,7 @@ class Router(nn.Module):
             experts_NK = self.choose(biased_NE)
             if forced_NK is not None:
                 experts_NK = torch.where(forced_NK[:, :1] >= 0, forced_NK.long(), experts_NK)
-        weights_NK = scores_NE.gather(1, experts_NK)
-        if self.settings.norm_topk:
-            weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
-        if self.settings.scale != 1.0:
-            weights_NK = weights_NK * self.settings.scale
+        weights_NK = EXPERT_WEIGHTS(scores_NE, experts_NK, self.settings.norm_topk, self.settings.scale)
         if self.training and torch.is_grad_enabled():
             weights_NK = self._with_losses(weights_NK, logits_NE, scores_NE, experts_NK, where or Sequences(1))
         return Routed(experts_NK, weights_NK.float(), scores_NE)
@@ -93,7 +89,7 @@ class Router(nn.Module):
 
     def choose(self, biased_NE: Tensor) -> Tensor:
         """K experts of each token from its scores with their bias, without gradient."""
-        return biased_NE.topk(self.settings.top_k, dim=-1).indices
+        return TOP_EXPERTS(biased_NE, self.settings.top_k)
 
     # ------------------------------------------------------------ a step's counts
 
@@ -181,13 +177,9 @@ class GroupLimitedRouter(Router):
         self.scoring = config.scoring  # type: ignore[misc]
 
     def choose(self, biased_NE: Tensor) -> Tensor:
-        """The K largest of the best groups; what lies outside of them is -inf, and not 0, since a biased score may be negative."""
+        """The K largest of the best groups."""
         config = self.settings
-        biased_NGe = biased_NE.unflatten(-1, (config.groups, -1))
-        worth_NG = biased_NGe.topk(2, -1).values.sum(-1) if config.group_score == "top2" else biased_NGe.amax(-1)
-        best_Ng = worth_NG.topk(config.top_groups, -1).indices
-        outside_NG = torch.ones_like(worth_NG, dtype=torch.bool).scatter_(1, best_Ng, False)
-        return super().choose(biased_NGe.masked_fill(outside_NG[..., None], -torch.inf).flatten(1))
+        return TOP_EXPERTS(biased_NE, config.top_k, config.groups, config.top_groups, config.group_score)
 
 
 class ForcedBalancedRouter(Router):

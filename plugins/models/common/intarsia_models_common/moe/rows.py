@@ -1,4 +1,4 @@
-"""Rows to their experts and back: the references of `permute` and `combine`. N tokens, K experts of a token, M rows for experts, D model width.
+"""Rows to their experts and back: the references of `sort_pairs`, `permute` and `combine`. N tokens, K experts of a token, M rows for experts, D model width.
 
 A *pair* is the k-th choice of token n, numbered n K + k. `pairs_M` says which pair each row serves, -1 for a row of the tail; `places_NK` says which row serves
 each pair, -1 for a pair that was dropped. Each is the other's inverse. Rows of the tail hold what nobody has written: they are never read, and written as 0.
@@ -10,6 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def sort_pairs(experts_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pairs sorted by expert (int64, from 0 to `experts` - 1), those of one expert in the order of tokens: `pairs_M` and `places_NK`, how many each expert has [E], and where each
+    expert's begin and the last's end [E + 1], all int64. Waits for nothing."""
+    flat_M = experts_NK.flatten()
+    # Few bits to sort by; one number beyond the experts must fit.
+    keys_M, pairs_M = torch.sort(flat_M.to(torch.int16 if experts < 2**15 - 1 else torch.int64), stable=True)
+    numbers = torch.arange(experts + 1, device=flat_M.device, dtype=keys_M.dtype)
+    bounds_E1 = torch.searchsorted(keys_M, numbers)
+    # Every pair has its place: nothing is left to mark, other than in `dispatch.invert`.
+    places_M = torch.empty_like(pairs_M).scatter_(0, pairs_M, torch.arange(pairs_M.shape[0], device=pairs_M.device))
+    return pairs_M, places_M.view(experts_NK.shape), bounds_E1.diff(), bounds_E1
 
 
 def take(x_ND: Tensor, index_M: Tensor) -> Tensor:
