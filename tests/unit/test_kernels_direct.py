@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import intarsia_kernels
 import torch
+from intarsia_kernels import direct
 from intarsia_kernels.direct import direct_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,3 +56,27 @@ def test_compilers_see_the_operator() -> None:
     compiled = torch.compile(lambda x: doubled(x) + 1, backend=backend, fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [3, 3]
     assert "intarsia_tests.doubled" in graphs[0]
+
+
+def test_nobody_who_goes_straight_wraps_kernels_by_torch() -> None:
+    """torch's own `wrap_triton` would take each of their launches through the dispatcher again."""
+    root = Path(intarsia_kernels.__file__).parent
+    straight = [path for path in root.rglob("*.py") if "import direct_op" in (text := path.read_text()) or "direct_op," in text]
+    assert len(straight) > 5
+    wrong = [
+        str(path.relative_to(root)) for path in straight if "from torch.library import" in path.read_text() and path.name != "direct.py"
+    ]
+    assert not wrong, f"they import from torch.library what intarsia_kernels.direct has: {wrong}"
+
+
+def test_kernels_are_wrapped_for_who_watches(monkeypatch: Any) -> None:
+    kernel = object()
+    monkeypatch.setattr(direct, "_traceable", lambda each: ("wrapped", each))
+    assert direct.wrap_triton(kernel) is kernel
+    with _Names():
+        assert direct.wrap_triton(kernel) == ("wrapped", kernel)
+
+
+def test_sizes_of_grids_and_blocks() -> None:
+    assert [direct.cdiv(number, 16) for number in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert [direct.power_of_two(number) for number in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]

@@ -10,9 +10,8 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import wrap_triton
 
-from intarsia_kernels.direct import direct_op
+from intarsia_kernels.direct import direct_op, wrap_triton
 from intarsia_kernels.invariant.blocks import KEYS, _scores, _summed, _weighed, tiles
 from intarsia_kernels.paged.tables import _entries, _numbers, _places, line, named, refusal
 

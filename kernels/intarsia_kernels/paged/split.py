@@ -17,9 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import wrap_triton
 
-from intarsia_kernels.direct import direct_op
+from intarsia_kernels.direct import direct_op, wrap_triton
 from intarsia_kernels.paged.blocks import _block
 from intarsia_kernels.paged.tables import line, named, refusal
 
