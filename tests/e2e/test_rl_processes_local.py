@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from intarsia.config import resolve
 from intarsia.contracts import Task, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import DistributedError, PluginError, UsageError
-from intarsia_rl.contracts import ProcessDied, ProcessLauncher, Request, Sampling
+from intarsia_rl.contracts import Generated, GeneratorFacts, ProcessDied, ProcessLauncher, Request, Sampling
+from intarsia_rl.controller.groups import Player
+from intarsia_rl.controller.rollout import Rules, Try
 from intarsia_rl.processes.codec import MessageTooLarge
 from intarsia_rl.processes.config import LocalProcessesConfig
 from intarsia_rl.processes.failures import RemoteError
@@ -29,7 +32,7 @@ from intarsia_rl.processes.sync import BlockingProcess
 from intarsia_rl.processes.wire import Connection
 from intarsia_testing import rl_doubles
 from intarsia_testing.rl_doubles import MisbehavesConfig, ScriptedConfig
-from intarsia_testing.rollout_doubles import published
+from intarsia_testing.rollout_doubles import MergingRenderer, published
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher is tested where it is used")
 
@@ -444,7 +447,7 @@ def test_workers_whose_environment_does_its_worst(entries, tmp_path):
                 True,
                 1,
             ),
-            "block": ("environment: step: no answer of environment in 1 s", True, 1),
+            "block": ("environment: step: no answer of environment in 1 s: an episode of task 'train/x' blocked it", False, 1),
         }
         kills = 0
         for deed, (words, retry, deaths) in expected.items():
@@ -474,8 +477,56 @@ def test_workers_whose_environment_does_its_worst(entries, tmp_path):
         assert (await last.step(ACTION)).reward == 1.0
         await last.close()
         assert (await pool.score(task_that(), [(ACTION,)])).values == {"length": (1.0,)}
-        assert "step blocked it" in pool.deaths[1].reason
+        assert "an episode of task 'train/x' blocked it" in pool.deaths[1].reason
         await pool.close()
+
+    asyncio.run(main())
+
+
+class Together:
+    """Generators that answer three tries only when the worker of this round of theirs is gone, and a fourth one, which ends it, when these three have begun."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self.pool, self.kills = pool, 0
+        self.facts = GeneratorFacts("together", 520, 100, 8)
+        self.begun = [0, 0, 0]
+
+    async def generate(self, request: Request) -> Generated:
+        number = int(request.id.split("/")[1])
+        if number < 3:
+            self.begun[number] += 1
+            if self.begun[number] <= 2:
+                await until(lambda: self.pool.kills >= self.begun[number])
+        else:
+            await until(lambda: self.begun == [self.pool.kills + 1] * 3)
+        return Generated(request.id, (97, 514), (-1.0, -1.0), (0, 0), "eos")
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120.0):
+        while not reached():
+            await asyncio.sleep(0.01)
+
+
+def test_who_ends_a_worker_pays_for_it_alone(entries):
+    """One of four tries ends its worker whenever it steps. The others, which have a single attempt, lose time and nothing else."""
+
+    async def main():
+        pool = await WorkerPool.start(LocalProcesses(), MisbehavesConfig(), 1)
+        rules = Rules(0, Sampling(1, stop_ids=(514,)), 90, attempts=1)
+        player = Player(rules, pool.environment_facts(), Together(pool), pool, MergingRenderer())
+        calls = [
+            player.tries(task_that(do="exit" if number == 3 else "answer"), [Try(f"0/{number}", 0, number, (number,))])
+            for number in range(4)
+        ]
+        try:
+            *good, [bad] = await asyncio.gather(*calls)
+        finally:
+            kills = pool.kills
+            await pool.close()
+        assert [sample.failure for [sample] in good] == [None] * 3
+        assert bad.failure is not None and bad.failure.boundary == "environment" and bad.failure.attempts == 2
+        assert "ended with exit code 3" in bad.failure.message and kills == 2
 
     asyncio.run(main())
 

@@ -382,9 +382,9 @@ def test_least_loaded():
 # ---------------------------------------------------------------- workers
 
 
-async def workers_of(count=2, launcher=None, timeout_s=30.0, **config):
+async def workers_of(count=2, launcher=None, timeout_s=30.0, restarts=None, **config):
     launcher = launcher or InProcessLauncher()
-    return await WorkerPool.start(launcher, MisbehavesConfig(**config), count, timeout_s=timeout_s), launcher
+    return await WorkerPool.start(launcher, MisbehavesConfig(**config), count, timeout_s=timeout_s, restarts=restarts), launcher
 
 
 def task_that(**deeds: str) -> Task:
@@ -591,6 +591,30 @@ def test_an_environment_that_cannot_be_built_says_why():
 def test_an_observation_that_breaks_its_contract_is_named(observation, words):
     found = wrong_observation(observation)
     assert found is None if words is None else words in (found or "")
+
+
+def test_deaths_whose_cause_is_known_do_not_end_the_run_so_soon():
+    async def main():
+        pool, launcher = await workers_of(count=1, restarts=Restarts(limit=2, explained=5))
+
+        async def die(at):
+            member = (await pool._keeper.some())[0]
+            member.at = at
+            launcher.started[-1].die("killed")
+            while pool._keeper.members.get(0) is member:
+                await asyncio.sleep(0.1)
+
+        for _ in range(5):
+            await die("episode-1")
+        for at in ("", None):
+            await die(at)
+        await pool._keeper.some()
+        await die("")
+        with pytest.raises(DistributedError, match=r"environment died 3 times"):
+            await pool._keeper.some()
+        await pool.close()
+
+    run_virtually(main())
 
 
 @pytest.mark.parametrize(

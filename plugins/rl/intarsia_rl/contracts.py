@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from intarsia.contracts import Media, ToolSpec, Turn
-from intarsia.contracts.environment import Boundary
+from intarsia.contracts.environment import Boundary, EnvironmentFailure
 
 # ---------------------------------------------------------------- generation
 
@@ -351,6 +351,13 @@ class ProcessDied(Exception):
     def __init__(self, name: str, reason: str):
         super().__init__(f"{name} is gone: {reason}")
         self.name, self.reason = name, reason
+
+
+class Bystander(EnvironmentFailure):
+    """A try was under way in a process that something else there has ended. It may be tried again, and is no attempt of its own. Stability: provisional."""
+
+    def __init__(self, boundary: Boundary, message: str):
+        super().__init__(boundary, message, retry=True)
 
 
 @runtime_checkable

@@ -37,7 +37,8 @@ class Generators(Protocol):
 
 
 class Workers(Protocol):
-    """Processes that run the environment, as one. A worker that dies or hangs is replaced, and what it was asked raises EnvironmentFailure(..., retry=True). Stability: provisional."""
+    """Processes that run the environment, as one. A worker that dies or hangs is replaced, and what it was asked raises EnvironmentFailure(..., retry=True), or `Bystander` where another
+    try has or may have ended it. Stability: provisional."""
 
     @property
     def kills(self) -> int:

@@ -16,7 +16,20 @@ from intarsia.contracts.environment import EnvironmentFailure, Episode
 from intarsia.errors import IntarsiaError, NumericsError
 
 from intarsia_rl import media
-from intarsia_rl.contracts import Failure, Finish, Generated, PlacedMedia, ProcessDied, Renderer, Request, Routes, Sample, Sampling, Segment
+from intarsia_rl.contracts import (
+    Bystander,
+    Failure,
+    Finish,
+    Generated,
+    PlacedMedia,
+    ProcessDied,
+    Renderer,
+    Request,
+    Routes,
+    Sample,
+    Sampling,
+    Segment,
+)
 from intarsia_rl.controller.protocols import EnvironmentFacts, Generators, Workers
 from intarsia_rl.controller.seeds import seed_of
 
@@ -302,18 +315,23 @@ def check_generated(made: Generated, request: Request) -> None:
 
 
 async def with_attempts(attempts: int, act: Callable[[int], Awaitable[Result]]) -> tuple[Result | None, Failure | None, int]:
-    """What `act(attempt)` gives, tried again after failures that may pass and after processes that died. (None, failure, attempts) when that was in vain."""
-    for attempt in range(1, attempts + 1):
+    """What `act(number)` gives, begun again after failures that may pass and after processes that died, `attempts` times at most; after those that something else ended (`Bystander`) as often as
+    these come. (None, failure, how often it was begun) when that was in vain."""
+    begun = own = 0
+    while True:
+        begun += 1
         try:
-            return await act(attempt), None, attempt
+            return await act(begun), None, begun
+        except Bystander:
+            continue
         except EnvironmentFailure as error:
             message = str(error).removeprefix(f"{error.boundary}: ")
-            failure, again = Failure(error.boundary, message, attempt), error.retry
+            failure, again = Failure(error.boundary, message, begun), error.retry
         except ProcessDied as error:
-            failure, again = Failure("environment", str(error), attempt), True
-        if not again:
-            break
-    return None, failure, attempt
+            failure, again = Failure("environment", str(error), begun), True
+        own += 1
+        if not again or own >= attempts:
+            return None, failure, begun
 
 
 def guard(seconds: float) -> float:

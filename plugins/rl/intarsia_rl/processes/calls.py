@@ -39,7 +39,7 @@ class ConnectedProcess:
         self._unheard: list[tuple[str, Any]] = []
         self._stopping = False
         self._lost = ""
-        self._over = asyncio.Event()
+        self._over, self._drained = asyncio.Event(), asyncio.Event()
         self._reason: str | None = None
         self._tasks = {asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._follow(ended))}
 
@@ -128,6 +128,8 @@ class ConnectedProcess:
                 self._take(await self._connection.receive())
         except ConnectionLost as error:
             self._lost = str(error)
+        finally:
+            self._drained.set()
         if self._lost == CLOSED:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):
@@ -158,8 +160,11 @@ class ConnectedProcess:
                 answer.set_exception(error)
 
     async def _follow(self, ended: Awaitable[str]) -> None:
-        """Fail all calls when the process has ended."""
+        """Fail all calls when the process has ended, and all that it said before has been heard."""
         reason = await ended
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await self._drained.wait()
         if self._lost not in ("", CLOSED):
             reason = f"{self._lost}; {reason}"
         self._reason = "it was stopped" if self._stopping else reason

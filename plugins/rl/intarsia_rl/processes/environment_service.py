@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from intarsia.contracts import Environment, Episode, Limits, Media, Observation, StepResult, Task, ToolSpec, Turn
@@ -15,6 +15,7 @@ from intarsia.plugins import current
 
 from intarsia_rl.processes.codec import CodecError, MessageTooLarge, check
 from intarsia_rl.processes.failures import words
+from intarsia_rl.processes.following import WHO, follow
 from intarsia_rl.processes.pages import pages
 from intarsia_rl.processes.plain import config_of
 from intarsia_rl.rubrics import distinct
@@ -26,8 +27,8 @@ CLOSE_S = 5.0
 """How long a step that was cancelled may take to end before its episode is closed all the same."""
 
 
-async def serve(config: Mapping[str, Any], answer_bytes: int) -> EnvironmentService:
-    """Build the environment."""
+async def serve(config: Mapping[str, Any], answer_bytes: int, followed: bool = False) -> EnvironmentService:
+    """Build the environment. `followed`: send a message `at` with the name of each call whenever it goes on, and an empty one when it waits."""
     plugins = current()
     settings = config_of(config, plugins)
     environment, name = plugins.build(settings), plugins.entry_of(settings).full_name
@@ -36,7 +37,7 @@ async def serve(config: Mapping[str, Any], answer_bytes: int) -> EnvironmentServ
             f"environment {name!r} builds a {type(environment).__name__}, which lacks a part of `intarsia.contracts.Environment`."
         )
     try:
-        return EnvironmentService(environment, answer_bytes)
+        return EnvironmentService(environment, answer_bytes, followed)
     except IntarsiaError:
         raise
     except Exception as error:
@@ -46,13 +47,19 @@ async def serve(config: Mapping[str, Any], answer_bytes: int) -> EnvironmentServ
 class EnvironmentService:
     """Calls of an environment, its episodes by name, and its rubrics."""
 
-    def __init__(self, environment: Environment, answer_bytes: int) -> None:
-        self._environment, self._answer_bytes = environment, answer_bytes
+    def __init__(self, environment: Environment, answer_bytes: int, followed: bool = False) -> None:
+        self._environment, self._answer_bytes, self._followed = environment, answer_bytes, followed
         if wrong := wrong_limits(environment.limits):
             raise UsageError(f"The environment's limits cannot be: {', '.join(wrong)}.")
         self._rubrics = {rubric.name: rubric for rubric in distinct(*environment.rubrics())}
         self._episodes: dict[str, Episode] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}
+
+    def connected(self, send: Callable[[str, Any], None]) -> None:
+        """Take the way to tell who runs."""
+        if self._followed:
+            send("at", "")
+            follow(lambda name: send("at", name))
 
     async def facts(self) -> tuple[Limits, dict[str, float]]:
         """The limits, and the rubrics' weights by name."""
@@ -73,6 +80,7 @@ class EnvironmentService:
 
     async def reset(self, name: str, task: Task, seed: int) -> Observation:
         """Begin an episode, known by `name` until it is closed."""
+        WHO.set(name)
 
         async def begin() -> Observation:
             episode = self._environment.episode(task, seed)
@@ -83,6 +91,7 @@ class EnvironmentService:
 
     async def step(self, name: str, action: Turn) -> StepResult:
         """Take a turn."""
+        WHO.set(name)
         episode = self._episodes.get(name)
         if episode is None:
             raise EnvironmentFailure("environment", f"there is no episode {name!r} (any more)")
@@ -98,12 +107,13 @@ class EnvironmentService:
 
     async def close_episode(self, name: str) -> None:
         """Release an episode; a step that still runs is cancelled first. Unknown names are ignored."""
+        WHO.set(name)
         episode, running = self._episodes.pop(name, None), self._running.get(name)
         if running is not None:
             running.cancel()
             await asyncio.wait([running], timeout=CLOSE_S)
         if episode is not None:
-            await guard("environment", "close", episode.close())
+            await asyncio.ensure_future(guard("environment", "close", episode.close()))
 
     async def _answer(self, name: str, what: str, call: Awaitable[Any], kind: type) -> Any:
         """What an episode answers, of the right class and not too large."""
@@ -127,10 +137,11 @@ class EnvironmentService:
 
     # ------------------------------------------------------------ rubrics
 
-    async def score(self, task: Task, episodes: Sequence[Sequence[Turn]]) -> tuple[dict[str, list[float]], dict[str, float]]:
-        """By rubric one score for each episode (nan for what is no finite number: that episode's failure, not the group's), and the weights. All rubrics run at once; the first failure in their order is raised."""
+    async def score(self, name: str, task: Task, episodes: Sequence[Sequence[Turn]]) -> tuple[dict[str, list[float]], dict[str, float]]:
+        """By rubric one score for each episode (nan for what is no finite number: that episode's failure, not the group's), and the weights. `name` is this call's. All rubrics run at once; the first failure in their order is raised."""
+        WHO.set(name)
         group = [tuple(turns) for turns in episodes]
-        calls = [guard("scorer", f"rubric {name!r}", rubric.score(task, group)) for name, rubric in self._rubrics.items()]
+        calls = [guard("scorer", f"rubric {rubric.name!r}", rubric.score(task, group)) for rubric in self._rubrics.values()]
         values: dict[str, list[float]] = {}
         for name, scores in zip(self._rubrics, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(scores, BaseException):

@@ -24,10 +24,11 @@ class Restarts:
     """How often dead processes are replaced. Stability: provisional.
 
     One that dies more than `limit` times within `window_s` is given up. It waits `first_s` before its first restart, twice as long before each further one in the window,
-    at most `most_s`.
+    at most `most_s`. Deaths of which it is known what ended it wait `first_s` alone, and of these `explained` are too many.
     """
 
     limit: int = 8
+    explained: int = 256
     window_s: float = 3600.0
     first_s: float = 0.5
     most_s: float = 30.0
@@ -46,7 +47,7 @@ class Keeper(Generic[Member]):
     """Keeps `count` processes alive that hold `service`.
 
     `arguments(index)` are the service's; `ready(index, process)` makes the member that is used from a new process, and is awaited before it is; `members` are those that
-    can be used now. `deaths` are all that were lost. After `failure` is set every wait raises it.
+    can be used now. `deaths` are all that were lost. After `failure` is set every wait raises it. `explains(member)` says of a member that is lost whether it is known what ended it.
     """
 
     def __init__(
@@ -60,16 +61,18 @@ class Keeper(Generic[Member]):
         *,
         threads: int | None = None,
         restarts: Restarts | None = None,
+        explains: Callable[[Member], bool] = lambda member: False,
     ) -> None:
         self.launcher, self.name, self.count, self.service, self.threads = launcher, name, count, service, threads
         self.restarts = restarts or Restarts()
         self.members: dict[int, Member] = {}
         self.deaths: list[Death] = []
         self.failure: Exception | None = None
-        self._arguments, self._ready = arguments, ready
+        self._arguments, self._ready, self._explains = arguments, ready, explains
+        self._newest: dict[int, Member] = {}
         self._processes: dict[int, Process] = {}
         self._condemned: dict[int, asyncio.Future[str]] = {}
-        self._times: dict[int, list[float]] = {index: [] for index in range(count)}
+        self._times: dict[tuple[int, bool], list[float]] = {(index, known): [] for index in range(count) for known in (False, True)}
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
 
@@ -154,7 +157,7 @@ class Keeper(Generic[Member]):
             await process.stop(0.0)
             raise
         # Nothing is awaited between the last look of `_ready` at the pool's state and this.
-        self.members[index] = member
+        self.members[index] = self._newest[index] = member
         self._tell()
 
     async def _keep(self, index: int) -> None:
@@ -162,13 +165,14 @@ class Keeper(Generic[Member]):
         try:
             while True:
                 reason = await self._end(index)
+                explained = self._explains(self._newest[index])
                 while True:
-                    await self._bury(index, reason)
+                    await self._bury(index, reason, explained)
                     try:
                         await self._begin(index)
                         break
                     except Exception as error:  # it could not start again: a death like any other
-                        reason = f"could not be started again: {str(error) or type(error).__name__}"
+                        reason, explained = f"could not be started again: {str(error) or type(error).__name__}", False
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -193,18 +197,18 @@ class Keeper(Generic[Member]):
                 self.lose(index, member)
             await process.stop(0.0)
 
-    async def _bury(self, index: int, reason: str) -> None:
+    async def _bury(self, index: int, reason: str, explained: bool) -> None:
         """Record a death, and wait before the next start. DistributedError when there were too many."""
-        name, restarts, times = self._name(index), self.restarts, self._times[index]
+        name, restarts, times = self._name(index), self.restarts, self._times[index, explained]
         now = asyncio.get_running_loop().time()
         times[:] = [*(then for then in times if now - then < restarts.window_s), now]
         self.deaths.append(Death(name, reason))
         self._tell()
-        if len(times) > restarts.limit:
+        if len(times) > (restarts.explained if explained else restarts.limit):
             last = "\n".join(f"  {death.reason}" for death in self.deaths if death.name == name)
             raise DistributedError(
                 f"{name} died {len(times)} times in {now - times[0]:.0f} s and is not started again. The reasons:\n{last[-4000:]}"
             )
-        delay = min(restarts.most_s, restarts.first_s * 2.0 ** (len(times) - 1))
+        delay = restarts.first_s if explained else min(restarts.most_s, restarts.first_s * 2.0 ** (len(times) - 1))
         log.warning("%s is gone (%s); another one is started in %.1f s", name, reason, delay)
         await asyncio.sleep(delay)

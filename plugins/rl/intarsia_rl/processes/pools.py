@@ -1,4 +1,4 @@
-"""Several generators as one, and environment workers: requests go where there is room, and a process that dies costs time and nothing else.
+"""Several generators as one: requests go where there is room, and a process that dies costs time and nothing else. `workers` has the same for environments.
 
 Both are built from a launcher and from contracts alone, and import no torch.
 """
@@ -9,12 +9,10 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from intarsia.config.bases import EnvironmentConfig
 from intarsia.config.recipe import Recipe
-from intarsia.contracts import Limits, Task, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import IntarsiaError, PluginError, UsageError
 from intarsia.plugins import Plugins, current
@@ -31,23 +29,20 @@ from intarsia_rl.contracts import (
     Routing,
     WeightVersion,
 )
-from intarsia_rl.processes.keeper import Death, Keeper, Restarts, log
+from intarsia_rl.processes.keeper import Death, Keeper, Restarts
 from intarsia_rl.processes.plain import plain_config, plain_recipe
-from intarsia_rl.processes.remote import EnvironmentFacts, RemoteEpisode, RemoteGenerator, RemoteWorker, Scores, WorkerLost
+from intarsia_rl.processes.remote import EnvironmentFacts, RemoteGenerator, Scores
+from intarsia_rl.processes.workers import WorkerPool
 
 __all__ = ["Death", "EnvironmentFacts", "GeneratorPool", "Restarts", "Scores", "WorkerPool"]
 
 InFlight = Literal["continue", "drain"]
-Boundary = Literal["environment", "scorer"]
 
 REPEATS = 3
 """How many generators a request may outlive before it is taken to be what kills them."""
 
 SUSPECT = 2
 """From so many on it is one of the suspects, of which only one at a time is with a generator: the others would be found guilty with it."""
-
-PAGE = 2048
-"""Tasks that a worker sends at a time."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -388,175 +383,3 @@ class GeneratorPool:
 def moving(stats: GeneratorStats) -> tuple[Any, ...]:
     """What changes when a generator gets somewhere."""
     return stats.version, stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens, stats.paused
-
-
-@dataclasses.dataclass(eq=False)
-class WorkerMember:
-    """A worker that serves, with the number of episodes and scorings it has; `doom` is why it is ended where it is."""
-
-    worker: RemoteWorker
-    load: int = 0
-    doom: str = ""
-
-
-class WorkerPool:
-    """Environments in processes of their own. Made by `start`. Stability: provisional.
-
-    Whatever goes wrong there is an EnvironmentFailure: the environment's own as it raised it; any other exception as `environment` (of a rubric: `scorer`) with its text; a worker that dies, or an answer that takes
-    longer than `timeout_s`, with `retry`. A worker that does not even answer a ping after such an answer is ended; a new one is started for one that died.
-    """
-
-    def __init__(self, timeout_s: float, ping_s: float, answer_bytes: int) -> None:
-        self.timeout_s, self.ping_s, self.answer_bytes = timeout_s, ping_s, answer_bytes
-        self._keeper: Keeper[WorkerMember]
-        self._facts: EnvironmentFacts
-        self._tasks: dict[str, tuple[Task, ...]] = {}
-        self._episodes = 0
-
-    @classmethod
-    async def start(
-        cls,
-        launcher: ProcessLauncher,
-        config: EnvironmentConfig,
-        count: int,
-        *,
-        plugins: Plugins | None = None,
-        threads: int | None = 1,
-        timeout_s: float = 600.0,
-        ping_s: float = 5.0,
-        answer_bytes: int = 16 << 20,
-        name: str = "environment",
-        restarts: Restarts | None = None,
-    ) -> WorkerPool:
-        """Start `count` workers, each with the environment of `config`. What one says that cannot be built is raised as it is. `answer_bytes` is the largest observation."""
-        plugins = plugins or current()
-        pool = cls(timeout_s, ping_s, answer_bytes)
-        arguments = {"config": plain_config(config, plugins), "answer_bytes": answer_bytes}
-        pool._keeper = Keeper(
-            launcher,
-            name,
-            count,
-            "intarsia_rl.processes.environment_service:serve",
-            lambda index: arguments,
-            pool._ready,
-            threads=threads,
-            restarts=restarts,
-        )
-        await pool._keeper.start()
-        return pool
-
-    # ------------------------------------------------------------ what the environment is
-
-    def environment_facts(self) -> EnvironmentFacts:
-        """Its limits, and its rubrics' weights by name."""
-        return self._facts
-
-    @property
-    def limits(self) -> Limits:
-        """The environment's."""
-        return self._facts.limits
-
-    async def tasks(self, split: str) -> tuple[Task, ...]:
-        """The tasks of a split, asked for once. UsageError for an unknown one, with the splits that there are, and for two tasks of one id."""
-        if split not in self._tasks:
-            tasks = tuple([task async for task in self._read_tasks(split)])
-            places: dict[str, int] = {}
-            for place, task in enumerate(tasks):
-                if places.setdefault(task.id, place) != place:
-                    raise UsageError(
-                        f"The environment has two tasks of the id {task.id!r} in its split {split!r}: numbers {places[task.id]} and {place}, counted from 0. Samples, seeds "
-                        "and statistics go by a task's id: give each its own."
-                    )
-            self._tasks[split] = tasks
-        return self._tasks[split]
-
-    async def _read_tasks(self, split: str) -> AsyncIterator[Task]:
-        start, more = 0, True
-        while more:
-            call = functools.partial(RemoteWorker.tasks, split=split, start=start, count=PAGE, timeout_s=self.timeout_s)
-            page, more = await self.use(call, "environment", f"tasks({split!r})")
-            for task in page:
-                yield task
-            start += len(page)
-
-    # ------------------------------------------------------------ episodes and scores
-
-    def episode(self, task: Task, seed: int, timeout_s: float | None = None) -> RemoteEpisode:
-        """A new try, as `Environment.episode`; `timeout_s` bounds each of its answers (None: the pool's). The worker is chosen at `reset`: the one with the fewest episodes."""
-        self._episodes += 1
-        return RemoteEpisode(self, f"episode-{self._episodes}", task, seed, self.timeout_s if timeout_s is None else timeout_s)
-
-    async def score(self, task: Task, episodes: Sequence[Sequence[Turn]]) -> Scores:
-        """What every rubric gives for every episode of a group. EnvironmentFailure("scorer") where one fails; nan for a score that is no finite number; a worker that dies at it is replaced by another one."""
-        plain = [list(episode) for episode in episodes]
-        return await self.use(lambda worker: worker.score(task, plain, self.timeout_s), "scorer", f"scoring task {task.id!r}")
-
-    async def use(self, call: Callable[[RemoteWorker], Any], boundary: Boundary, what: str, tries: int = 3) -> Any:
-        """Call something of one worker that may be called again: where it dies, another one is asked."""
-        while True:
-            tries -= 1
-            index, member = await self.choose()
-            try:
-                return await self.bounded(index, member, call(member.worker), boundary, what)
-            except WorkerLost as error:
-                if not tries:
-                    raise EnvironmentFailure(boundary, f"{what}: {error}", retry=True) from error
-            finally:
-                member.load -= 1
-
-    async def choose(self) -> tuple[int, WorkerMember]:
-        """The worker with the fewest episodes, which then has one more."""
-        members = await self._keeper.some()
-        index = min(members, key=lambda index: (members[index].load, index))
-        members[index].load += 1
-        return index, members[index]
-
-    async def bounded(self, index: int, member: WorkerMember, call: Any, boundary: Boundary, what: str) -> Any:
-        """Await a call of a worker. WorkerLost where it died; EnvironmentFailure where it took too long, after which a worker that does not react is ended."""
-        try:
-            return await call
-        except ProcessDied as error:
-            self._keeper.lose(index, member)
-            raise WorkerLost(f"{error.name} is gone: {member.doom}" if member.doom else str(error)) from error
-        except TimeoutError as error:
-            try:
-                await member.worker.ping(self.ping_s)
-            except (TimeoutError, ProcessDied):
-                member.doom = f"{what} blocked it"
-                self._keeper.replace(index, member, member.doom)
-            raise EnvironmentFailure(boundary, f"{what}: {error}", retry=True) from error
-        except (EnvironmentFailure, UsageError, PluginError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            raise EnvironmentFailure(boundary, f"{what}: {error}") from error
-
-    # ------------------------------------------------------------ seeing it
-
-    def say(self, text: str) -> None:
-        """Log what is nobody's failure."""
-        log.warning("%s: %s", self._keeper.name, text)
-
-    @property
-    def kills(self) -> int:
-        """How many workers were lost."""
-        return len(self._keeper.deaths)
-
-    @property
-    def processes(self) -> dict[int, Process]:
-        """The processes of those that serve now, by index."""
-        return self._keeper.processes
-
-    @property
-    def deaths(self) -> tuple[Death, ...]:
-        """Those that were lost, with reasons."""
-        return tuple(self._keeper.deaths)
-
-    async def close(self) -> None:
-        """Stop all."""
-        await self._keeper.close()
-
-    async def _ready(self, index: int, process: Process) -> WorkerMember:
-        worker = RemoteWorker(process)
-        facts = await worker.facts(self.timeout_s)
-        self._facts = facts
-        return WorkerMember(worker)

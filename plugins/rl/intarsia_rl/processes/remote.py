@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from intarsia.contracts import Limits, Observation, StepResult, Task, Turn
-from intarsia.contracts.environment import EnvironmentFailure
+from intarsia.contracts.environment import Boundary, EnvironmentFailure
 from intarsia.errors import PluginError, UsageError
 
-from intarsia_rl.contracts import Generated, GeneratorFacts, GeneratorStats, Process, ProcessDied, Request, WeightVersion
+from intarsia_rl.contracts import Bystander, Generated, GeneratorFacts, GeneratorStats, Process, ProcessDied, Request, WeightVersion
 
 if TYPE_CHECKING:
-    from intarsia_rl.processes.pools import WorkerMember, WorkerPool
+    from intarsia_rl.processes.workers import WorkerMember, WorkerPool
 
 
 CLOSE_S = 5.0
@@ -136,9 +136,9 @@ class RemoteWorker:
         """Release it."""
         await self.process.call("close_episode", episode, timeout_s=timeout_s)
 
-    async def score(self, task: Task, episodes: Sequence[Sequence[Turn]], timeout_s: float) -> Scores:
+    async def score(self, name: str, task: Task, episodes: Sequence[Sequence[Turn]], timeout_s: float) -> Scores:
         """Rubrics over a group."""
-        values, weights = await self.process.call("score", task, [list(turns) for turns in episodes], timeout_s=timeout_s)
+        values, weights = await self.process.call("score", name, task, [list(turns) for turns in episodes], timeout_s=timeout_s)
         return Scores({name: tuple(scores) for name, scores in values.items()}, weights)
 
     async def ping(self, timeout_s: float) -> None:
@@ -147,7 +147,20 @@ class RemoteWorker:
 
 
 class WorkerLost(Exception):
-    """The worker that was called died."""
+    """The worker that was called died, or was ended since it stood still. `own`: this call did it; None: nobody knows; False: another one may have, or has."""
+
+    def __init__(self, text: str, own: bool | None, stood_still: bool) -> None:
+        super().__init__(text)
+        self.own, self._stood_still = own, stood_still
+
+    def failure(self, boundary: Boundary, what: str) -> EnvironmentFailure:
+        """What it is to whoever called. A call that is known to stand still is not made again."""
+        text = f"{what}: {self}"
+        return (
+            Bystander(boundary, text)
+            if self.own is False
+            else EnvironmentFailure(boundary, text, retry=not (self.own and self._stood_still))
+        )
 
 
 class RemoteEpisode:
@@ -164,6 +177,7 @@ class RemoteEpisode:
         if self._closed or self._place is not None:
             raise UsageError(f"episode of task {self.task.id!r}: `reset` is called once, before `close`.")
         self._place = await self._pool.choose()
+        self._pool.running[self.name] = f"an episode of task {self.task.id!r}"
         return await self._call("reset", lambda worker: worker.reset(self.name, self.task, self.seed, self.timeout_s))
 
     async def step(self, action: Turn) -> StepResult:
@@ -179,21 +193,24 @@ class RemoteEpisode:
             return
         index, member = place
         try:
-            await self._pool.bounded(index, member, member.worker.close_episode(self.name, self.timeout_s), "environment", "close")
+            await self._pool.bounded(
+                index, member, member.worker.close_episode(self.name, self.timeout_s), "environment", "close", self.name
+            )
         except WorkerLost:
             pass  # and the episode with it
         except EnvironmentFailure as error:
             self._pool.say(f"closing an episode of task {self.task.id!r} failed: {error}")
         finally:
             member.load -= 1
+            del self._pool.running[self.name]
 
     async def _call(self, what: str, call: Callable[[RemoteWorker], Any]) -> Any:
         assert self._place is not None
         index, member = self._place
         try:
-            return await self._pool.bounded(index, member, call(member.worker), "environment", what)
+            return await self._pool.bounded(index, member, call(member.worker), "environment", what, self.name)
         except WorkerLost as error:
-            raise EnvironmentFailure("environment", f"{what}: {error}", retry=True) from error
+            raise error.failure("environment", what) from error
 
 
 def expect(value: Any, kind: type, name: str) -> Any:
