@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -137,6 +138,7 @@ class Parity:
         yield self._compared("scored = decode", together, whole)
         yield self._compared("chunked = whole", whole, self._scored(Paths(budget=7, together=3)))
         yield self._compared("prefix hit = fresh", whole, self._scored(Paths(prefix_cache=True), repeats=2))
+        yield from self._in_fixed_shapes(together)
         yield self._updated()
 
     def _compared(self, relation: str, one: Pass, other: Pass) -> Outcome:
@@ -153,6 +155,17 @@ class Parity:
             token = min(gaps, key=lambda token: (token[1], token[0]))
             found = Difference("head", "linear or token_log_probs", token, gaps[token])
         return Outcome(relation, len(common), len(gaps), max(gaps.values()), found)
+
+    def _in_fixed_shapes(self, decoded: Pass) -> Iterator[Outcome]:
+        """The same tokens by steps in fixed shapes, CUDA graphs where there are some; nothing of a model whose steps cannot be. Modules are not watched in a graph, so that no first difference is told."""
+        side = self._generator(Paths(graphs="auto" if self.device.type == "cuda" else "eager"))
+        requests = [sampled(name, prompt, self._budget(prompt), self.settings.seed) for name, prompt in self.prompts.items()]
+        found = log_probs_of(side.run(requests), {name: len(prompt) for name, prompt in self.prompts.items()})
+        static = side.engine.runner.static
+        if not static.reason:
+            expected = decoded(None)
+            gaps = [abs(value - expected.get(token, math.inf)) for token, value in found.items() if value != expected.get(token)]
+            yield Outcome("fixed shapes = decode", len(found), len(gaps), max(gaps, default=0.0), note=static.text)
 
     def _updated(self) -> Outcome:
         """Requests that go on through an update of the weights: tokens of either version against a trainer that has its weights."""

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -91,12 +91,13 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """How the engine computes: most tokens of a step, most requests together, tokens in a cache block, whether prefixes are kept."""
+    """How the engine computes: most tokens of a step, most requests together, tokens in a cache block, whether prefixes are kept, whether steps of decoding have fixed shapes, as graphs (`auto`) or one by one (`eager`)."""
 
     budget: int = 4096
     together: int = 16
     block: int = 16
     prefix_cache: bool = False
+    graphs: Literal["off", "auto", "eager"] = "off"
 
 
 class GeneratorSide:
@@ -113,7 +114,7 @@ class GeneratorSide:
         make_plain(model)
         blocks = paths.together * -(-longest // paths.block) + 1
         sizes = Sizes(paths.block, blocks, paths.together, max(paths.budget, paths.together + 1), longest, paths.prefix_cache)
-        self.engine = Engine(model, device, sizes, self._fill, choices=choices, invariant=invariant)
+        self.engine = Engine(model, device, sizes, self._fill, choices=choices, invariant=invariant, graphs=paths.graphs)
         self.engine.begin(0)
         self.model, self.choices = model, choices
         self._weights: Mapping[str, torch.Tensor] = {}
