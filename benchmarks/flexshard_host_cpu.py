@@ -7,10 +7,10 @@
 The runtime takes the path that it takes on CUDA, with doubles for streams, events and graphs that only count, on one rank of a group of two whose other rank does not exist. So the figures are
 the host's time without the driver's: what Python and torch's tensor calls take, and how often the driver is called. The model is the small one of `flexshard_gpu.py` with tiny
 matrices: 24 blocks of seven, their norms in one bucket, embedding and head. *microseconds* are those of the hooks that `flexshard_gpu.py host` times, the update inside of backward left out: of each call in a step the fastest of `--steps` steps, so
-that what else the machine does is mostly left out too. *calls* of functions, Python's and C's, depend on the code alone.
+that what else the machine does is mostly left out too. *calls* of functions, Python's and C's, as far as Python's profiler sees them, depend on the code alone.
 
 Variants: `handed-on`: backward updates each bucket behind its reduction, and the optimizer adds what ranks sent itself; `kept`: gradients stay for an update behind backward; each over the process
-group, whose collectives are recorded graphs, and over copy engines. `--plain` has what recorded graphs replace.
+group and over copy engines, whose calls are recorded graphs by then.
 """
 
 from __future__ import annotations
