@@ -13,6 +13,7 @@ import sys
 import pytest
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import NumericsError, PluginError, UsageError
+from intarsia_rl.contracts import ProcessDied
 from intarsia_rl.processes.calls import ConnectedProcess
 from intarsia_rl.processes.codec import HEAD, MessageTooLarge
 from intarsia_rl.processes.failures import RemoteError, error_of, plain_error
@@ -198,6 +199,27 @@ def test_a_process_that_was_started_elsewhere_dials_in(monkeypatch):
         assert "exit code 1" in await asyncio.wait_for(process.died(), 600)
         assert b"far: the process that started this one is gone" in child.stderr.read()
         child.stderr.close()
+
+    asyncio.run(main())
+
+
+def test_what_was_answered_before_the_end_is_no_loss():
+    """Though the end is known before the answer is read."""
+
+    async def main():
+        ours, theirs = await pair()
+        ended = asyncio.get_running_loop().create_future()
+        process = ConnectedProcess("tools", ours, ended, lambda: None)
+        calls = [asyncio.ensure_future(process.call(word)) for word in ("fails", "waits")]
+        numbers = [(await theirs.receive())[1] for _ in calls]
+        await theirs.send(["error", numbers[0], plain_error(UsageError("there is no such thing"))])
+        theirs.close()
+        ended.set_result("it ended with exit code 0")
+        with pytest.raises(UsageError, match="there is no such thing"):
+            await calls[0]
+        with pytest.raises(ProcessDied, match="tools is gone: it ended with exit code 0"):
+            await calls[1]
+        assert await process.died() == "it ended with exit code 0"
 
     asyncio.run(main())
 

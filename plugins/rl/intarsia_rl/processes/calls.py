@@ -21,6 +21,9 @@ from intarsia_rl.processes.wire import CLOSED, Connection, ConnectionLost
 LINGER_S = 2.0
 """How long a process may take to end after its connection did, before it is killed."""
 
+READ_S = 60.0
+"""How long what a process said before its end may be on its way here: longer only where somebody else holds its connection."""
+
 # ---------------------------------------------------------------- the calling side
 
 
@@ -163,7 +166,7 @@ class ConnectedProcess:
         """Fail all calls when the process has ended, and all that it said before has been heard."""
         reason = await ended
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
+            async with asyncio.timeout(READ_S):
                 await self._drained.wait()
         if self._lost not in ("", CLOSED):
             reason = f"{self._lost}; {reason}"
