@@ -452,7 +452,11 @@ class GeneratorConformance(GeneratorCase):
             for _ in range(self.tries):
                 requests = [self.request(prompt, temperature=1.0, seed=6) for prompt in prompts]
                 some = asyncio.Event()
-                tasks = [asyncio.ensure_future(generator.generate(request, lambda tokens, some=some: some.set())) for request in requests]
+
+                def tell(tokens: Sequence[int], some: asyncio.Event = some) -> None:
+                    some.set()
+
+                tasks = [asyncio.ensure_future(generator.generate(request, tell)) for request in requests]
                 await some.wait()
                 await generator.pause()
                 await asyncio.sleep(0)
