@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import chz
@@ -303,6 +305,92 @@ def test_a_step_that_cannot_be_recorded_is_computed_as_before(monkeypatch: pytes
     monkeypatch.setattr(insists.runner.static, "_setting", "on")
     for result in run(insists):
         assert isinstance(result, UsageError) and "its memory is full" in str(result)
+
+
+class Stream:
+    """A stream's double."""
+
+    device_index = 0
+
+    def wait_stream(self, other: Stream) -> None:
+        """Nothing."""
+
+
+class Graph:
+    """A CUDA graph's double, and the context that records it."""
+
+    def __init__(self) -> None:
+        self.call = ReplayedCall()
+        self.replay = self.call.replay
+
+    @contextlib.contextmanager
+    def recorded(self, **settings: Any) -> Iterator[None]:
+        assert settings["capture_error_mode"] == "thread_local" and settings["pool"] == (0, 1)
+        try:
+            with self.call:
+                yield
+        except AssertionError as error:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore") from error
+
+
+def on_doubles(made: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """Let the engine record on doubles of CUDA; what is done with them."""
+    here, done = Stream(), {"set": [], "ended": []}
+    doubles = {
+        "current_stream": lambda device: here,
+        "Stream": lambda device: Stream(),
+        "graph_pool_handle": lambda: (0, 1),
+        "CUDAGraph": Graph,
+        "graph": lambda graph, **settings: graph.recorded(**settings),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
+        "set_stream": done["set"].append,
+    }
+    for name, double in doubles.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: done["ended"].append(which), raising=False)
+    monkeypatch.setattr(made.runner.static, "_setting", "auto")
+    return done
+
+
+def paged(supports: str | None) -> ops.Choice:
+    """A kernel that takes all calls of `paged_attention`, or none and says why."""
+
+    def attend(*arguments: Any, **settings: Any) -> Any:
+        return ops.operators()["paged_attention"].reference(*arguments, **settings)
+
+    attend.supports = lambda *arguments, **settings: supports  # type: ignore[attr-defined]
+    return ops.Choice("acme:paged", "the test's", attend)
+
+
+def test_a_recording_is_warmed_up_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(model("softmax"), invariant=False)
+    made.choices["paged_attention"] = paged(None)
+    done = on_doubles(made, monkeypatch)
+    check(run(made), run(engine(model("softmax"), "off", invariant=False)), exact=False)
+    assert made.stats(False).graphs.startswith("recorded for 1, 4, 5 of") and not done["set"]
+
+
+@pytest.mark.parametrize("how", ["waits", "refuses"])
+def test_a_recording_that_fails_leaves_nothing_behind(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that reads a number on the host, and one that would leave its calls to the reference."""
+    made = engine(model("softmax"), invariant=False)
+    made.choices["paged_attention"] = paged("heads are too wide" if how == "refuses" else None)
+
+    def waits(gate: Any, up: Any) -> Any:
+        assert gate.sum().item() < 1e9
+        return ops.swiglu.reference(gate, up)
+
+    if how == "waits":
+        made.choices["swiglu"] = ops.Choice("acme:waits", "the test's", waits)
+    done = on_doubles(made, monkeypatch)
+    check(run(made), run(engine(model("softmax"), "off", invariant=False)), exact=False)
+    assert made.runner.static.computed == 0
+    if how == "refuses":
+        assert made.stats(False).graphs == "none: kernel acme:paged cannot take its calls (heads are too wide)"
+    else:
+        assert made.stats(False).graphs.endswith("(operation not permitted when stream is capturing)")
+        assert len(done["set"]) == 1 and done["ended"] == [(0, (0, 1))]
 
 
 @pytest.mark.parametrize("name", ["paged_attention", "grouped_linear"])
