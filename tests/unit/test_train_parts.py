@@ -185,6 +185,18 @@ def test_one_live_line_on_a_terminal() -> None:
     assert stream.getvalue().endswith("\ncheckpoint after step 2  here\n")
 
 
+def test_a_line_of_rollouts_says_how_the_policy_goes() -> None:
+    stream = io.StringIO()
+    display = Progress(1.0, stream)
+    display.write({"event": "run_start", "steps": 1, "directory": "runs/a"})
+    rollouts = {"reward": 0.5, "lag": {"max": 1.0}, "gap": 0.0, "idle": {"trainer": 0.5, "generators": 0.08}, "length": {"mean": 7.25}}
+    display.write({"event": "rollouts", **rollouts, "failures": {"tool": 2, "scorer": 1}, "kills": {"generators": 0, "workers": 0}})
+    display.write({**STEP, "step": 1, "metrics": {"entropy": 2.481, "kl": 0.0016, "clip_share": 0.0219}})
+    line = stream.getvalue().splitlines()[-1]
+    assert "reward 0.5  lag 1  gap 0  idle 50%/8%  loss" in line
+    assert "length 7.25  entropy 2.48  kl 0.0016  clip 2.2%  failed 3  " in line and "killed" not in line
+
+
 def test_numbers_and_times_are_short() -> None:
     assert [short(value) for value in (0.5, 999, 1234, 5_600_000)] == ["0.5", "999", "1.23k", "5.6M"]
     assert [clock(value) for value in (5, 65, 3723)] == ["00:05", "01:05", "1:02:03"]

@@ -34,6 +34,7 @@ def step_line(event: Mapping[str, Any], steps: int, remaining_s: float | None, r
     """One step event in words; `rollouts` is the event of that name of the same step, where there is one."""
     parts = [f"step {event['step']}/{steps}", *([] if rollouts is None else rollout_words(rollouts))]
     parts += [f"loss {event['loss']:.4f}", f"norm {event['gradient_norm']:.3g}", f"lr {event['learning_rate']:.3g}"]
+    parts += [] if rollouts is None else policy_words(event.get("metrics") or {}, rollouts)
     parts.append(f"{short(event['tokens_per_s'])} tok/s")
     if event.get("mfu") is not None:
         parts.append(f"MFU {event['mfu']:.1%}")
@@ -51,6 +52,17 @@ def rollout_words(event: Mapping[str, Any]) -> list[str]:
     words = [f"{name} {value:.2g}" for name, value in numbers.items() if value is not None]
     shares = [idle.get(side) for side in ("trainer", "generators")]
     return words + ([f"idle {shares[0]:.0%}/{shares[1]:.0%}"] if None not in shares else [])
+
+
+def policy_words(metrics: Mapping[str, Any], rollouts: Mapping[str, Any]) -> list[str]:
+    """What is shown of a policy: tokens of a try in the mean, entropy in nats, divergence of the generating policy, share of tokens whose ratio is clipped; and failures and processes that died,
+    where there are any."""
+    numbers = {"length": (rollouts.get("length") or {}).get("mean"), "entropy": metrics.get("entropy"), "kl": metrics.get("kl")}
+    words = [f"{name} {value:.3g}" for name, value in numbers.items() if value is not None]
+    if metrics.get("clip_share") is not None:
+        words.append(f"clip {metrics['clip_share']:.1%}")
+    counts = {"failed": rollouts.get("failures") or {}, "killed": rollouts.get("kills") or {}}
+    return words + [f"{name} {sum(each.values())}" for name, each in counts.items() if any(each.values())]
 
 
 class Progress:
