@@ -33,6 +33,26 @@ class TestSwiGLU(KernelConformance):
     op, entry = "swiglu", "intarsia-kernels:swiglu/triton"
 
 
+class TestTopExperts(KernelConformance):
+    op, entry = "top_experts", "intarsia-kernels:top_experts/triton"
+
+
+class TestExpertWeights(KernelConformance):
+    op, entry = "expert_weights", "intarsia-kernels:expert_weights/triton"
+
+
+class TestExpertCounts(KernelConformance):
+    op, entry = "expert_counts", "intarsia-kernels:expert_counts/triton"
+
+
+class TestSortPairs(KernelConformance):
+    op, entry = "sort_pairs", "intarsia-kernels:sort_pairs/triton"
+
+
+class TestGroupedSwiGLU(KernelConformance):
+    op, entry = "grouped_swiglu", "intarsia-kernels:grouped_swiglu/grouped_mm"
+
+
 class TestGroupedLinear(KernelConformance):
     op, entry = "grouped_linear", "intarsia-kernels:grouped_linear/grouped_mm"
 
@@ -43,6 +63,55 @@ class TestScaledGroupedLinear(KernelConformance):
 
 class TestRouterLinear(KernelConformance):
     op, entry = "router_linear", "intarsia-kernels:router_linear/split"
+
+
+def test_a_routers_weight_in_parts() -> None:
+    """Each part is what the ordinary cast of the rest gives, and they add up."""
+    from intarsia_kernels.moe import router
+
+    weight = torch.randn(64, 2048, device="cuda")
+    first = weight.bfloat16()
+    second = (weight - first.float()).bfloat16()
+    third = (weight - first.float() - second.float()).bfloat16()
+    assert torch.equal(router.split_weight(weight, False), torch.cat((first, second, third)))
+    assert torch.equal(router.split_weight(weight, True), torch.cat((first, first, second)))
+    twice, every = router.split_gradient(weight)
+    assert torch.equal(twice, torch.cat((first, second, first), 1)) and torch.equal(every, torch.cat((first, second, third), 1))
+    assert torch.equal(first.double() + second.double() + third.double(), weight.double())
+
+
+@pytest.mark.parametrize("experts,top_k", [(64, 6), (256, 8), (7, 3)])
+def test_choices_of_many_tokens_are_the_references(experts: int, top_k: int) -> None:
+    """At the sizes of training, where programs share the work."""
+    from intarsia_kernels.moe import choice, sort
+    from intarsia_models_common.moe.operators import EXPERT_COUNTS, SORT_PAIRS, TOP_EXPERTS
+
+    scores = torch.rand(16384, experts, device="cuda", generator=torch.Generator("cuda").manual_seed(experts))
+    chosen = choice.top_experts(scores, top_k)
+    assert torch.equal(scores.gather(1, chosen), scores.gather(1, TOP_EXPERTS.reference(scores, top_k)))
+    assert chosen.sort(1).values.diff(dim=1).min() > 0
+    for found, wanted in zip(sort.sort_pairs(chosen, experts), SORT_PAIRS.reference(chosen, experts), strict=True):
+        assert torch.equal(found, wanted)
+    counts = torch.bincount(chosen.flatten(), minlength=experts)
+    torch.testing.assert_close(choice.expert_counts(counts, scores), EXPERT_COUNTS.reference(counts, scores.double()), rtol=1e-6, atol=1e-6)
+
+
+def test_gating_in_one_step_has_the_bits_of_three(kernels: Any) -> None:
+    from intarsia_models_common.moe.operators import GROUPED_SWIGLU
+
+    generator = torch.Generator("cuda").manual_seed(2)
+    x, w1, w3 = (
+        torch.randn(*shape, device="cuda", generator=generator).bfloat16().requires_grad_() for shape in ((700, 256), *((6, 128, 256),) * 2)
+    )
+    counts = torch.tensor([0, 300, 7, 0, 340, 50], device="cuda")
+    wave = torch.randn(700, 128, device="cuda", generator=generator).bfloat16()
+    for given in (x, x.detach()):  # with the input's gradient and without
+        leaves = [each for each in (given, w1, w3) if each.requires_grad]
+        results = [
+            [y := function(given, w1, w3, counts), *torch.autograd.grad(y, leaves, wave)]
+            for function in (GROUPED_SWIGLU.choice.function, GROUPED_SWIGLU.reference)
+        ]
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def layer(dtype: torch.dtype, fixed: bool = False) -> MoE:

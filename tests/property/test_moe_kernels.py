@@ -77,6 +77,7 @@ def check_choices() -> None:
     odd = torch.tensor([[0.5, torch.nan, -torch.inf, -1.0, torch.inf, -2.0]] * 2)
     assert choice.top_experts(odd, 6).tolist() == [[1, 4, 0, 3, 5, 2]] * 2
     assert choice.top_experts(odd, 2, 3, 1).tolist() == [[1, 0]] * 2
+    assert choice.top_experts(torch.copysign(odd, torch.tensor(-1.0)), 1).tolist() == [[1]] * 2  # one with a sign
     below = -torch.rand(9, 12, generator=torch.Generator().manual_seed(0))  # Other groups are no 0 that would be better.
     assert torch.equal(choice.top_experts(below, 4, 3, 2, "top2"), top_experts(below, 4, 3, 2, "top2"))
     strange = choice.expert_weights(torch.rand(2, 4), torch.tensor([[0, 1], [0, 4]]), True, 2.0)

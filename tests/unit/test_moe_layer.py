@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from intarsia import logical
+from intarsia import logical, ops
 from intarsia.errors import UsageError
 from intarsia_float8.format import dequantise, quantise
 from intarsia_models_common.build import Scope
@@ -27,7 +28,14 @@ from intarsia_models_common.moe.config import (
     SoftmaxRouterConfig,
 )
 from intarsia_models_common.moe.dispatch import Capabilities, Local, invert, sort_pairs
-from intarsia_models_common.moe.operators import COMBINE, GROUPED_LINEAR, PERMUTE, SCALED_GROUPED_LINEAR
+from intarsia_models_common.moe.operators import (
+    COMBINE,
+    EXPERT_COUNTS,
+    GROUPED_LINEAR,
+    GROUPED_SWIGLU,
+    PERMUTE,
+    SCALED_GROUPED_LINEAR,
+)
 from intarsia_models_common.moe.router import Router, label_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -288,6 +296,51 @@ def test_sorting_is_stable_and_counts() -> None:
     assert order.pairs_M.tolist() == [1, 2, 0, 4, 3, 5]
     assert order.counts_E.tolist() == [2, 0, 2, 2, 0] and order.bounds_E1.tolist() == [0, 2, 2, 4, 6, 6]
     assert order.places_NK.flatten()[order.pairs_M].tolist() == list(range(6))
+
+
+def test_counts_of_experts() -> None:
+    scores = torch.tensor([[0.5, 0.25, 0.25], [2.0, 0.0, 2.0], [0.0, 0.0, 0.0]], requires_grad=True)
+    found = EXPERT_COUNTS(torch.tensor([3, 0, 3]), scores, torch.tensor(2))
+    assert found.dtype == torch.float64 and not found.requires_grad
+    assert found[[0, 1, 2, 3, 5]].tolist() == [3, 0, 3, 3, 2]
+    torch.testing.assert_close(float(found[4]), 2.5 * math.log(2), rtol=1e-6, atol=0)
+    assert EXPERT_COUNTS(torch.tensor([3, 0, 3]), scores)[-1] == 0
+
+
+def test_a_kernel_for_several_operators_runs_where_it_stands_for_what_is_in_force() -> None:
+    """Whoever names another kernel for a part of it, or makes the part defer its weights' gradients, is heard."""
+    calls: list[str] = []
+
+    def noted(name: str, function: Any) -> ops.Choice:
+        def run(*arguments: Any) -> Any:
+            calls.append(name)
+            return function(*arguments)
+
+        return ops.Choice(name, "a test", run)
+
+    linear, swiglu = noted("linear", GROUPED_LINEAR.reference), noted("swiglu", ops.swiglu.reference)
+    gated = noted(
+        "gated", lambda x, w1, w3, counts: F.silu(GROUPED_LINEAR.reference(x, w1, counts)) * GROUPED_LINEAR.reference(x, w3, counts)
+    )
+    layer, x = moe(SoftmaxRouterConfig(experts=4, top_k=2), shared=None), torch.randn(1, 5, 12)
+    wanted = layer(x)
+
+    def ran(*choices: tuple[str, ops.Choice]) -> list[str]:
+        calls.clear()
+        with ops.installed(dict(choices)):
+            torch.testing.assert_close(layer(x), wanted)
+        return list(calls)
+
+    assert ran(("grouped_swiglu", gated)) == ["gated"]  # It stands for nothing but itself.
+    gated.function.stands_for = ((GROUPED_LINEAR, linear.function), (ops.swiglu, swiglu.function))  # type: ignore[union-attr]
+    both = ("grouped_linear", linear), ("swiglu", swiglu)
+    assert ran(("grouped_swiglu", gated), *both) == ["gated", "linear"]
+    assert ran(("grouped_swiglu", gated), both[0]) == ["linear"] * 3
+    assert ran(("grouped_swiglu", gated), both[1]) == ["swiglu"]
+    assert ran(*both) == ["linear", "linear", "swiglu", "linear"]
+    with ops.installed(dict(both)):
+        one = GROUPED_SWIGLU(torch.ones(2, 12), layer.experts.w1, layer.experts.w3, torch.tensor([1, 0, 0, 1]))
+    assert torch.equal(one, gated.function(torch.ones(2, 12), layer.experts.w1, layer.experts.w3, torch.tensor([1, 0, 0, 1])))  # type: ignore[misc]
 
 
 def test_float8_experts() -> None:

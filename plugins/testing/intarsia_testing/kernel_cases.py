@@ -221,9 +221,13 @@ CHOICES = (
 def _top_experts(normal: Normal) -> Iterator[Case]:
     for tokens, experts, k, groups, best, score in CHOICES:
         fixed = {"top_k": k, "groups": groups, "top_groups": best, "group_score": score}
-        # Which of equal scores comes first is open: whole numbers that every dtype holds, distinct, and so are the sums of groups' two largest.
-        members, numbers = normal(tokens, groups, experts // groups).argsort(-1), normal(tokens, groups).argsort(-1)
-        scores = (members * groups + numbers[..., None] - experts // 3).flatten(1).double()
+        # Which of equal scores comes first is open: all are distinct in every dtype, and so are groups' worths, of which the largest by one score is the least by two.
+        scores = -1.0 - normal(tokens, experts).argsort(-1).double().view(tokens, groups, -1)
+        rank, member = normal(tokens, groups).argsort(-1)[..., None], normal(tokens, groups, experts // groups).argsort(-1)
+        scores.scatter_(2, member[..., 1:2], (0.25 + (groups - 1 - rank) / 32).double()).scatter_(
+            2, member[..., :1], (0.5 + rank / 128).double()
+        )
+        scores = scores.flatten(1)
         yield Case(f"{k} of {experts} for {tokens} tokens, {best} of {groups} groups by {score}", {"scores_NE": scores}, fixed)
 
 
@@ -244,8 +248,10 @@ def _expert_counts(normal: Normal) -> Iterator[Case]:
         fixed = {"counts_E": counts, "dropped": dropped if tokens > 15 else None}
         yield Case(f"{tokens} tokens, {experts} experts", {"scores_NE": torch.softmax(3 * normal(tokens, experts), -1)}, fixed)
     scores = torch.zeros(5, 3, dtype=torch.float64)
-    scores[1:, 1] = 1
-    yield Case("shares of 0 and 1, and no scores", {"scores_NE": scores}, {"counts_E": torch.tensor([0, 5, 0]), "dropped": None})
+    scores[1:, 1], scores[4] = 1, 1e-22
+    yield Case(
+        "shares of 0 and 1, hardly any scores, and none", {"scores_NE": scores}, {"counts_E": torch.tensor([0, 5, 0]), "dropped": None}
+    )
 
 
 def _sort_pairs(normal: Normal) -> Iterator[Case]:
