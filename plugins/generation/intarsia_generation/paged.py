@@ -41,8 +41,12 @@ class Paged:
 
     def to(self, device: str | torch.device) -> Paged:
         """The same on a device."""
-        moved = (x.to(device) for x in (self.tables_RW, self.firsts_R, self.counts_R, self.positions_R))
-        return Paged(*moved, self.queries, self.size, self.host_counts, self.host_positions, self.narrow)
+        tables_RW, firsts_R, counts_R, positions_R = (
+            x.to(device) for x in (self.tables_RW, self.firsts_R, self.counts_R, self.positions_R)
+        )
+        return Paged(
+            tables_RW, firsts_R, counts_R, positions_R, self.queries, self.size, self.host_counts, self.host_positions, self.narrow
+        )
 
 
 def paged(
