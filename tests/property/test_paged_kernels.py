@@ -68,6 +68,14 @@ for resident in (1, 2, 40):
         again = Paged(tables, where.firsts_R, where.counts_R, where.positions_R, 1, where.size)
         near(split.paged_attention(*operands[:3], again, scale=0.3), exact, 2e-6)
 
+# More parts of a request than are added at once.
+split.decoding = lambda groups, width, wide: split.Shape(16, 32, 4, 3, 40)
+split.LEAST = 1
+(q, keys, values, where), _, whole = made([1], [2300])
+keys.view(-1, *keys.shape[2:])[whole.slots[0]] *= torch.linspace(0.1, 4, 2300)[:, None, None]  # the last entries weigh the most
+exact = paged_attention.reference(q.double(), keys.nan_to_num().double(), values.nan_to_num().double(), where, scale=0.3)
+near(split.paged_attention(q, keys, values, where, scale=0.3), exact, 5e-6)
+
 # The bits of attention over the same entries in order, whose tiles these are.
 for counts, ends, settings in (([1, 1], [200, 70], {}), ([30, 1], [100, 65], {"window": 50}), ([9], [150], {"softcap": 2.0, "sinks_H": torch.linspace(-1, 1, 4)})):
     operands, _, whole = made(counts, ends, **settings)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intarsia_kernels.direct import direct_op, wrap_triton
+from intarsia_kernels.direct import cdiv, direct_op, wrap_triton
 from intarsia_kernels.invariant.blocks import KEYS, _scores, _summed, _weighed, tiles
 from intarsia_kernels.paged.tables import _entries, _numbers, _places, line, named, refusal
 
@@ -117,7 +117,7 @@ def _attend(
     heads, kv_heads, requests = q_NHD.shape[1], keys.shape[2], tables_RW.shape[0]
     rows, packed, warps = tiles(queries, heads // kv_heads)
     if out.numel() and requests and queries:
-        wrap_triton(_forward)[(1 if packed else triton.cdiv(queries, rows), kv_heads if packed else heads, requests)](
+        wrap_triton(_forward)[(1 if packed else cdiv(queries, rows), kv_heads if packed else heads, requests)](
             q_NHD,
             keys,
             values,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intarsia_kernels.direct import direct_op, wrap_triton
+from intarsia_kernels.direct import cdiv, direct_op, power_of_two, wrap_triton
 from intarsia_kernels.paged.blocks import _block
 from intarsia_kernels.paged.tables import line, named, refusal
 
@@ -242,7 +242,7 @@ class Shape:
 
 def decoding(groups: int, width: int, wide: bool) -> Shape:
     """For one new token: `groups` query heads of a key/value head as rows, heads of `width`. `wide`: numbers of 32 bits."""
-    rows = max(16, triton.next_power_of_2(groups))
+    rows = max(16, power_of_two(groups))
     if wide:
         return Shape(rows, 32, 4, 3, 2)
     return Shape(rows, 64, 4, 5, 4 if width <= 64 else 3) if width <= 128 else Shape(rows, 32, 4, 5, 2)
@@ -250,7 +250,7 @@ def decoding(groups: int, width: int, wide: bool) -> Shape:
 
 def prompting(rows: int, width: int, wide: bool) -> Shape:
     """For several new tokens: so many rows of one key/value head at most."""
-    rows = min(max(16, triton.next_power_of_2(rows)), 128)
+    rows = min(max(16, power_of_two(rows)), 128)
     if wide:
         return Shape(min(rows, 32), 32, 4, 3, 2)
     if width <= 64:
@@ -301,10 +301,10 @@ def _launch_decode(operands: tuple[Tensor, ...], where: tuple[Tensor, ...], sett
     requests, width = tables_RW.shape
     heads, kv_heads, size = out.shape[1], settings["KV_HEADS"], settings["SIZE"]
     shape = decoding(heads // kv_heads, max(settings["D"], settings["DV"]), operands[0].dtype == torch.float32)
-    most = triton.cdiv(requests * kv_heads * triton.cdiv(width * size, shape.keys), LEAST)
+    most = cdiv(requests * kv_heads * cdiv(width * size, shape.keys), LEAST)
     programs = min(multiprocessors(out.device) * shape.resident, most)
     parts = _parts(2 * programs * (heads // kv_heads), out)
-    cut = {"KEYS": shape.keys, "LEAST": LEAST, "REQUESTS": triton.next_power_of_2(requests)}
+    cut = {"KEYS": shape.keys, "LEAST": LEAST, "REQUESTS": power_of_two(requests)}
     wrap_triton(_decode)[(programs,)](
         *operands,
         *parts,
@@ -329,9 +329,9 @@ def _launch_prompts(operands: tuple[Tensor, ...], where: tuple[Tensor, ...], set
     tokens, heads = out.shape[:2]
     kv_heads, groups = settings["KV_HEADS"], settings["GROUPS"]
     shape = prompting(queries * groups, max(settings["D"], settings["DV"]), operands[0].dtype == torch.float32)
-    tiles = triton.cdiv(queries * groups, shape.rows)
+    tiles = cdiv(queries * groups, shape.rows)
     room = multiprocessors(out.device) * shape.resident // (tiles * kv_heads * requests)
-    pieces = max(1, min(room, PIECES, triton.cdiv(width * settings["SIZE"], shape.keys * LEAST)))
+    pieces = max(1, min(room, PIECES, cdiv(width * settings["SIZE"], shape.keys * LEAST)))
     parts = _parts(pieces * tokens * heads if pieces > 1 else 0, out)
     cut = {"ROWS": shape.rows, "KEYS": shape.keys, "LEAST": LEAST}
     wrap_triton(_prompts)[(tiles * pieces, kv_heads, requests)](
@@ -351,7 +351,7 @@ def _launch_prompts(operands: tuple[Tensor, ...], where: tuple[Tensor, ...], set
     if pieces > 1:
         shared = {name: settings[name] for name in ("window", "DV", "BLOCK_DV", "KV_HEADS", "GROUPS", "HAS_WINDOW")}
         wrap_triton(_add_prompts)[(queries * heads, requests)](
-            out, *parts, *rest, pieces, tokens, **shared, **cut, PIECES=triton.next_power_of_2(pieces), num_warps=1
+            out, *parts, *rest, pieces, tokens, **shared, **cut, PIECES=power_of_two(pieces), num_warps=1
         )
 
 
