@@ -458,8 +458,7 @@ class GeneratorConformance(GeneratorCase):
 
                 tasks = [asyncio.ensure_future(generator.generate(request, tell)) for request in requests]
                 await some.wait()
-                await generator.pause()
-                await asyncio.sleep(0)
+                await self.paused(generator)
                 in_time = not any(tasks[number].done() for number in which or range(len(tasks)))
                 await generator.abort(None if which is None else [*(requests[number].id for number in which), "no-such-request"])
                 await generator.resume()
