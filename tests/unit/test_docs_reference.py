@@ -166,23 +166,23 @@ def test_links_from_files_outside_the_documentation_lead_somewhere() -> None:
             assert target.startswith(("http:", "https:")) or (path.parent / target).exists(), (path, target)
 
 
-def nox_sessions() -> set[str]:
-    """Names of the sessions in noxfile.py, which is read and not run: tests need no nox."""
-    names = set()
+def nox_sessions() -> dict[str, ast.FunctionDef]:
+    """The sessions in noxfile.py by name. It is read and not run: tests need no nox."""
+    found = {}
     for node in ast.parse((ROOT / "noxfile.py").read_text("utf-8")).body:
         for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
             if ast.unparse(decorator).startswith("nox.session"):
                 (given,) = [word.value for word in getattr(decorator, "keywords", ()) if word.arg == "name"] or [ast.Constant(node.name)]
-                names.add(ast.literal_eval(given))
-    return names
+                found[ast.literal_eval(given)] = node
+    return found
 
 
 def test_contributors_are_told_of_each_session() -> None:
     sessions = nox_sessions()
-    assert {"tests", "rl-quickstart"} <= sessions
+    assert {"tests", "rl-quickstart"} <= set(sessions)
     table = section((ROOT / "CONTRIBUTING.md").read_text("utf-8"), "Sessions")
     first = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
-    assert {name.removeprefix("nox -s ") for name in re.findall(r"`([^`]+)`", first)} == sessions
+    assert {name.removeprefix("nox -s ") for name in re.findall(r"`([^`]+)`", first)} == set(sessions)
 
 
 def test_each_session_that_is_named_exists() -> None:
@@ -192,7 +192,14 @@ def test_each_session_that_is_named_exists() -> None:
         for name in re.findall(r"nox -s ([a-z][a-z-]*)", path.read_text("utf-8"))
     }
     assert len(named) > 10
-    assert {name for _, name in named} <= nox_sessions(), named
+    assert {name for _, name in named} <= set(nox_sessions()), named
+
+
+def test_sessions_of_tests_on_a_cpu_have_one_thread() -> None:
+    """With more, threads of tiny models wait for each other: on a machine that does something else as well, many times as long."""
+    testing = {name: text for name, node in nox_sessions().items() if "session.run('pytest'" in (text := ast.unparse(node))}
+    assert set(testing) == {"tests", "nightly", "parity", "kernels", "vllm", "gpu"}
+    assert {name for name, text in testing.items() if "session.env.update(ONE_THREAD" not in text} == {"gpu"}
 
 
 @pytest.mark.parametrize(("page", "line"), DOCUMENTED)
