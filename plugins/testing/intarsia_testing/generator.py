@@ -451,12 +451,7 @@ class GeneratorConformance(GeneratorCase):
         async def work(which: Sequence[int] | None) -> list[tuple[Request, Generated]]:
             for _ in range(self.tries):
                 requests = [self.request(prompt, temperature=1.0, seed=6) for prompt in prompts]
-                some = asyncio.Event()
-
-                def tell(tokens: Sequence[int], some: asyncio.Event = some) -> None:
-                    some.set()
-
-                tasks = [asyncio.ensure_future(generator.generate(request, tell)) for request in requests]
+                tasks, some = self.under_way(generator, requests)
                 await some.wait()
                 await self.paused(generator)
                 in_time = not any(tasks[number].done() for number in which or range(len(tasks)))

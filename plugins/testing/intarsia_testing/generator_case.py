@@ -88,6 +88,11 @@ class GeneratorCase(Conformance):
                 return stats
             await asyncio.sleep(0.05)
 
+    def under_way(self, generator: Generator, requests: Sequence[Request]) -> tuple[list[asyncio.Task[Generated]], asyncio.Event]:
+        """Requests that have been made, and what is set once one of them has a token."""
+        some = asyncio.Event()
+        return [asyncio.ensure_future(generator.generate(request, lambda tokens: some.set())) for request in requests], some
+
     async def paused(self, generator: Generator) -> None:
         """Pause it, and have the loop hand out what had come before."""
         await generator.pause()
