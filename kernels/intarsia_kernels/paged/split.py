@@ -292,8 +292,7 @@ def _attend(
 
 def _parts(places: int, out: Tensor) -> tuple[Tensor, Tensor]:
     """Room for rows' parts: outputs, and maxima with sums."""
-    wide = {"dtype": torch.float32, "device": out.device}
-    return torch.empty(places, out.shape[2], **wide), torch.empty(places, 2, **wide)
+    return out.new_empty(places, out.shape[2], dtype=torch.float32), out.new_empty(places, 2, dtype=torch.float32)
 
 
 def _launch_decode(operands: tuple[Tensor, ...], where: tuple[Tensor, ...], settings: dict[str, Any], queries: int) -> None:

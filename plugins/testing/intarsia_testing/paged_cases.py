@@ -58,8 +58,8 @@ def requests(
     slots = tuple(
         (torch.tensor(table, dtype=torch.int64)[:, None] * size + offsets).flatten()[:end] for table, end in zip(tables, ends, strict=True)
     )
-    caches = [normal(sum(needed) + 1, size, kv_heads, width) for width in (dim, values)]
-    return Requests(normal(sum(counts), heads, dim), *caches, where, slots, tuple(tuple(table) for table in tables))
+    keys, held = (normal(sum(needed) + 1, size, kv_heads, width) for width in (dim, values))
+    return Requests(normal(sum(counts), heads, dim), keys, held, where, slots, tuple(tuple(table) for table in tables))
 
 
 CALLS: tuple[tuple[str, Sequence[int], Sequence[int], int, tuple[int, int, int, int], Mapping[str, Any]], ...] = (
