@@ -11,6 +11,7 @@ from intarsia.errors import UsageError
 from intarsia_rl.invariant import table
 from intarsia_rl.invariant.check import check_recipe, kernel_problems, problems
 from intarsia_rl.invariant.parity.command import _listing, _supported
+from intarsia_rl.invariant.transform import batch_invariant
 
 
 def recipe(name="llama3/debug", *overrides):
@@ -35,6 +36,16 @@ def test_every_operator_has_a_row_on_every_device_and_every_kernel_promises_inva
                     assert device == "cuda" or "cuda" not in entry.needs, row.kernel
 
 
+def test_operators_of_plugins_that_are_not_installed_are_left_out(monkeypatch):
+    registry = plugins.current().registry("operator")
+    theirs = {entry.name for entry in registry.entries()}
+    assert set(table.OF_CORE) == set(ops.operators()) - theirs
+    assert set(recipe().kernels) == {*table.OF_CORE, *theirs}
+    monkeypatch.setattr(type(registry), "entries", lambda self: ())
+    fresh = chz.replace(recipe(), kernels={})
+    assert set(batch_invariant(fresh).kernels) == set(table.OF_CORE)
+
+
 def test_no_kernel_stands_twice_for_an_operator():
     rows = [(row.op, row.device, row.kernel) for row in table.ROWS]
     assert sorted(rows) == sorted(set(rows))
@@ -49,7 +60,6 @@ def test_the_transform_chooses_what_the_check_takes(name, dtype):
 
 
 def test_the_transform_keeps_a_kernel_of_the_table_that_was_named_and_drops_others():
-    from intarsia_rl.invariant.transform import batch_invariant
 
     before = chz.replace(resolve("llama3/debug", ("train.device=cuda",)).recipe, kernels={"linear": "ascending", "attention": "sdpa"})
     kernels = batch_invariant(before).kernels

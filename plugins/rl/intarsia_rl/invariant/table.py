@@ -155,6 +155,9 @@ REFUSED: Mapping[str, str] = {
 }
 """What the mode refuses by name, components first, and why."""
 
+OF_CORE = ("attention", "cross_entropy", "embedding", "linear", "rms_norm", "rope", "swiglu")
+"""Operators that are there whatever is installed."""
+
 DISPATCHERS = ("intarsia-models-common:local",)
 MESH = ("dp_replicate", "dp_shard")
 """Axes of the mesh that may be larger than 1: the others sum over ranks what a generator sums alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import chz
 from intarsia.config import Recipe
+from intarsia.plugins import current
 
 from intarsia_rl.config import RolloutsConfig
 from intarsia_rl.invariant import table
@@ -12,7 +13,9 @@ from intarsia_rl.invariant import table
 def batch_invariant(recipe: Recipe) -> Recipe:
     """The recipe with `kernels` from the table, for the device it names; kernels of the table that it names already stay. Rollouts get `invariant=True`."""
     device = device_of(recipe)
-    kernels = table.kernels(device)
+    # Of plugins that are not installed nothing is called. Core's operators are in no registry.
+    installed = {entry.name for entry in current().registry("operator").entries()}
+    kernels = {op: kernel for op, kernel in table.kernels(device).items() if op in installed or op in table.OF_CORE}
     for op, kernel in recipe.kernels.items():
         for row in table.rows_of(op, device):
             if kernel in (row.kernel, row.kernel.rpartition(":")[2], row.kernel.rpartition("/")[2]):
