@@ -60,7 +60,6 @@ def test_the_transform_chooses_what_the_check_takes(name, dtype):
 
 
 def test_the_transform_keeps_a_kernel_of_the_table_that_was_named_and_drops_others():
-
     before = chz.replace(resolve("llama3/debug", ("train.device=cuda",)).recipe, kernels={"linear": "ascending", "attention": "sdpa"})
     kernels = batch_invariant(before).kernels
     assert kernels["linear"] == "intarsia-kernels:linear/ascending" and kernels["attention"] == "intarsia-kernels:attention/blocks"
