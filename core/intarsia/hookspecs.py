@@ -241,7 +241,7 @@ def after_build(run: Run, stage: BuildStage) -> None:
 
 @participant
 def before_step(run: Run, step: int) -> None:
-    """When: before the first micro-batch of optimizer step `step` (0-based). Where: every rank. On error: the run ends; the last checkpoint stays."""
+    """When: before the first micro-batch of optimizer step `step` (0-based). Where: every rank; collectives allowed. On error: the run ends; the last checkpoint stays."""
 
 
 @participant

@@ -17,7 +17,7 @@ import pytest
 import torch
 from intarsia.config import DataConfig, EvaluationConfig, MixturePart, TrainConfig, flatten
 from intarsia.contracts import IGNORE, Document, Media, Message
-from intarsia.errors import PluginError, UsageError
+from intarsia.errors import DistributedError, PluginError, UsageError
 from intarsia.plugins import current
 from intarsia_data.config import ByteTokenizerConfig, StdlibConfig
 from intarsia_llama3.recipes import debug
@@ -274,10 +274,10 @@ def test_documents_that_are_too_long_are_left_out_or_stop_the_run(tmp_path):
 # ------------------------------------------------------------ bad media
 
 
-def damaged(number):
-    """A document whose image has a good header and no pixels."""
+def damaged(number, share=0.5):
+    """A document whose image has a good header and this share of its bytes."""
     whole = encoded(smooth(60, 60, number))
-    return Document(parts=(f"{number:03d}", Media("image", whole[: len(whole) // 2])))
+    return Document(parts=(f"{number:03d}", Media("image", whole[: int(share * len(whole))])))
 
 
 def test_media_that_cannot_be_prepared_stop_or_are_left_out_and_named(tmp_path, caplog):
@@ -369,16 +369,46 @@ def test_media_that_cannot_be_decoded_become_padding_of_the_same_length(tmp_path
         everything(build(stopping, Doubles(Listed(documents)), tmp_path))
 
 
+def run_of(loader, others=None):
+    """A run whose mesh has two data-parallel ranks and, with `others`, a second rank that shares rows and says so; and what it records."""
+    recorded = []
+    data = types.SimpleNamespace(size=2, all_reduce=lambda tensor, what: tensor * 2, gather_json=lambda value, what: [value, ["three"]])
+    sharing = types.SimpleNamespace(size=1 if others is None else 2, gather_json=lambda value, what: [value, others])
+    mesh = types.SimpleNamespace(comm=lambda *axes: data if axes == hooks.DATA_AXES else sharing)
+    return types.SimpleNamespace(
+        parts={"data": loader, "mesh": mesh}, record=lambda event, **fields: recorded.append((event, fields))
+    ), recorded
+
+
 def test_documents_that_are_padding_are_recorded_as_an_event():
-    recorded, mine = [], ["one", "two"]
-    comm = types.SimpleNamespace(all_reduce=lambda tensor, what: tensor * 2, gather_json=lambda value, what: [value, ["three"]])
-    parts = {"data": types.SimpleNamespace(take_skipped=lambda: mine), "mesh": types.SimpleNamespace(comm=lambda *axes: comm)}
-    run = types.SimpleNamespace(parts=parts, record=lambda event, **fields: recorded.append((event, fields)))
+    mine = ["one", "two"]
+    run, recorded = run_of(types.SimpleNamespace(take_skipped=lambda: mine, rows_digest="a"))
     hooks.record_skipped(run, 4)
     assert recorded == [("bad_media", {"step": 5, "count": 4, "documents": ["one", "two", "three"]})]
     mine.clear()
     hooks.record_skipped(run, 5)
     assert len(recorded) == 1, "a step without any is no event"
+
+
+def test_ranks_that_share_rows_must_leave_out_the_same(tmp_path):
+    """Each decodes for itself: what one rank could decode and the other could not would be computed with in silence."""
+    documents, whole = ([document(0), damaged(1, share)] for share in (0.5, 1.0))
+    settings = recipe(loader={"patches": 1024, "bad_media": "skip"}, sequence_length=256, global_batch=1)
+    loader, other = (build(settings, Doubles(Listed(each)), tmp_path / name) for name, each in (("bad", documents), ("good", whole)))
+    loader.next_step()
+    other.next_step()
+    run, recorded = run_of(loader, [loader.rows_digest, ["at another address"]])
+    hooks.record_skipped(run, 0)
+    assert recorded, "the same document, whatever each rank says is wrong with it"
+    loader.reset()
+    loader.next_step()
+    run, recorded = run_of(loader, [other.rows_digest, other.take_skipped()])
+    with pytest.raises(
+        DistributedError,
+        match=r"Step 0: .*0: .*document 1: image of .*truncated.* \| 1: none that others have not.*not the same everywhere",
+    ):
+        hooks.record_skipped(run, 0)
+    assert not recorded
 
 
 def test_data_that_changes_under_a_run_is_found(tmp_path):

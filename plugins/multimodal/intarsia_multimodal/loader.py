@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import hashlib
 import logging
 import math
 import threading
@@ -74,8 +75,17 @@ def row_of(future: Future[Answer]) -> Row:
     return row
 
 
+def digest_of_rows(batches: Sequence[Batch]) -> str:
+    """Over the tokens, and over which of them only fill rows: alike where the same documents are there."""
+    found = hashlib.blake2b(digest_size=16)
+    for batch in batches:
+        for tensor in (batch.tokens_BS, batch.extra.get("padding_BS")):
+            found.update(b"" if tensor is None else tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
 class MultimodalLoader(StepLoader):
-    """See the module. `bad_media` counts, by reason, the documents of this rank that were padding instead."""
+    """See the module. `bad_media` counts, by reason, the documents of this rank that were padding instead; with `bad_media` "skip" `rows_digest` is that of the last step's rows."""
 
     def __init__(self, config: MultimodalConfig, recipe: Recipe, plugins: Any, rank: int, ranks: int, directory: Path, split: str):
         self._maker = maker = Maker(recipe, plugins, directory, split)
@@ -111,6 +121,7 @@ class MultimodalLoader(StepLoader):
         self.bad_media: collections.Counter[str] = collections.Counter()
         self._skipped: list[str] = []
         self._given: list[Patches] = []
+        self.rows_digest = ""
         self._tell_what_is_left_out()
 
     # ------------------------------------------------------------ what there is
@@ -219,6 +230,8 @@ class MultimodalLoader(StepLoader):
         """See StepLoader; counts what was padding instead of media."""
         batches = super().next_step()
         self._given = [batch.extra["patches_NC"] for batch in batches or () if isinstance(batch.extra["patches_NC"], Patches)]
+        if self._config.bad_media == "skip":
+            self.rows_digest = digest_of_rows(batches or ())
         for batch in batches or ():
             for what in batch.extra["bad_media"]:
                 self.bad_media[what] += 1

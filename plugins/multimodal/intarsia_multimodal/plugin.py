@@ -94,8 +94,8 @@ def offer_commands() -> Sequence[Entry]:
 
 
 @hookimpl
-def before_update(run: Run, step: int) -> None:
-    """Record media that could not be decoded in this step, where the loader leaves them out. The same on every rank."""
+def before_step(run: Run, step: int) -> None:
+    """Record media that could not be decoded for this step, where the loader leaves them out, before any rank computes with what it was given. The same on every rank."""
     from intarsia_multimodal.config import MultimodalConfig
 
     settings = run.recipe.data.loader
