@@ -245,10 +245,9 @@ def fp8(section: Section) -> None:
     """`fp8`: the models of one transport at a time, those that are compared."""
     import dataclasses
 
-    from flexshard_variants import Ours, install_kernels
+    from flexshard_variants import Ours
 
     setup = section.setup("fp8", True)
-    section.record["scaled_linear"] = install_kernels(True)
     batch = section.batch(setup)
     # A ring of four buffers of float8 has the bytes of one of two of bfloat16.
     ahead = dataclasses.replace(setup, changes={**setup.changes, "prefetch": 3})
@@ -270,10 +269,9 @@ def fp8_loss(section: Section) -> None:
     """`fp8-loss`: the same batches in the same order for all; losses averaged over the processes."""
     import torch
     from flexshard_model import learnable_batches
-    from flexshard_variants import Ours, install_kernels
+    from flexshard_variants import Ours
 
     setup = section.setup("curve", False, lr=1e-3)
-    section.record["scaled_linear"] = install_kernels(False)
     steps = 20 if section.arguments.debug_sizes else LOSS_STEPS
     batches = learnable_batches(setup.size, section.device, steps, section.world.rank)
     runs: dict[str, dict[str, Any]] = {"bf16": {}, "bf16-again": {}, "bf16-other-seed": {"seed": 1}, "fp8": {"payload": "fp8"}}

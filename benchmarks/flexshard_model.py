@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from intarsia import ops
 from intarsia.contracts import Init, Region, Regions
 from intarsia.layout import region_numel, slices
 from intarsia.parameters import ParameterTable
@@ -64,7 +65,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs]."""
         if self.weight_payload is None or self.weight_scales is None:
-            return F.linear(x, self.weight)
+            return ops.linear(x, self.weight)
         return scaled_linear(x, self.weight, self.weight_payload, self.weight_scales, None, self.weight_tile)
 
 

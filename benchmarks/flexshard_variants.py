@@ -60,13 +60,15 @@ class Variant(Protocol):
         """One step; the loss of this process's batch."""
 
 
-def install_kernels(compiled: bool) -> dict[str, str]:
-    """Choose what multiplies by float8 weights on this device, and nothing else; the choice."""
+def install_kernels(compiled: bool) -> dict[str, dict[str, str]]:
+    """Choose what multiplies by weights on this device, float8 and others, and nothing else; the choices. To the opponent's weights the second is torch's own product."""
     from intarsia import device, ops
 
-    selection = ops.select({"*": "reference", "scaled_linear": "auto"}, current(), device.capabilities(), "bfloat16", compiled=compiled)
+    selection = ops.select(
+        {"*": "reference", "scaled_linear": "auto", "linear": "placed"}, current(), device.capabilities(), "bfloat16", compiled=compiled
+    )
     ops.install(selection)
-    return selection.facts()["scaled_linear"]
+    return {name: selection.facts()[name] for name in ("linear", "scaled_linear")}
 
 
 def compile_parts(model: Llama) -> None:
@@ -180,7 +182,8 @@ class Ours:
         self.comm = comm = setup.alone if alone else setup.world
         config = flexshard_config(setup, transport, payload, owned)
         self.early = setup.early
-        self.settings = repr(config) + (", updated in backward" if setup.early else "")
+        self.kernels = install_kernels(setup.compiled)
+        self.settings = repr(config) + (", updated in backward" if setup.early else "") + f", kernels {self.kernels}"
         self.factor: float | Tensor = 1.0
         with torch.device("meta"):
             self.model = Llama(setup.size)

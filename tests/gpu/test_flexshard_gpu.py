@@ -20,17 +20,19 @@ import torch
 import torch.nn.functional as F
 from _sharded import whole_tensors
 from _spawn import spawn
+from intarsia import ops
 from intarsia.comm import Communicator, SelfCommunicator, init_world
 from intarsia.config import MeshConfig
 from intarsia.contracts import Init, OptimizerGroup, Regions
 from intarsia.mesh import Mesh, check_mesh
+from intarsia.ops import gradients
 from intarsia.parameters import ParameterTable
 from intarsia.plugins import current
 from intarsia_flexshard.config import BucketConfig, FlexShardConfig
 from intarsia_flexshard.recorded import Recorded
 from intarsia_flexshard.runtime import build as build_flexshard
 from intarsia_optimizers.config import AdamWConfig
-from intarsia_placements.config import Row
+from intarsia_placements.config import Flat, Row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -83,8 +85,8 @@ class Block(nn.Module):
         if self.pause is not None:
             self.pause()
         # The bias apart: which kernel multiplies and adds in one may depend on where the weight lies.
-        y = F.gelu(F.linear(self.norm(x), self.up.weight) + self.up.bias)
-        y = ReadsLater.apply(y, self.down.weight, self.down) if self.custom else self.down(y)
+        y = F.gelu(ops.linear(self.norm(x), self.up.weight) + self.up.bias)
+        y = ReadsLater.apply(y, self.down.weight, self.down) if self.custom else ops.linear(y, self.down.weight)
         z = torch.einsum("bsd,ehd->bseh", x, self.experts).tanh()
         x = x + y + torch.einsum("bseh,ehd->bsd", z, self.experts)
         if self.pause is not None and x.requires_grad:
@@ -555,6 +557,57 @@ def capture(names: list[str]) -> list[Any]:
 def test_replayed_steps_have_the_bits_of_eager_ones() -> None:
     for result in on_two(capture, list(CAPTURED)):
         assert [case for case in result if case[1]] == []
+
+
+def placed() -> list[Any]:
+    """[case, what differs between gradients written in their places and packed by copying, how many were written there]."""
+    from intarsia_flexshard.capture import CapturedStep
+    from intarsia_kernels.linear.placed import linear
+
+    world, found = join(), []
+    taken, take = [0], gradients.take
+
+    def counted_take(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        place = take(weight, dtype)
+        taken[0] += place is not None
+        return place
+
+    gradients.take = counted_take
+    option = {"dim": 64, "hidden": 192, "layers": 6, "compute": "bfloat16", "frozen": False}
+    cases: dict[str, dict[str, Any]] = {"eager": {}, "recomputed": {"recompute": True}}
+    if DEVICE == "cuda":
+        cases |= {"compiled": {"compile": "inductor"}, "captured": {}}
+    for name, more in cases.items():
+        results, counts = [], []
+        for is_placed in (False, True):
+            taken[0] = 0
+            with ops.installed({"linear": ops.Choice("intarsia-kernels:placed", "asked for", linear)}):
+                model, table, sharded = shard({**option, **more}, world, master="split", placement=Flat(), placed=is_placed)
+                optimizer = ours_optimizer(table, sharded, world)
+                factor = torch.full((), 0.5, device=device())
+
+                def run(
+                    *inputs: Tensor, model: Any = model, sharded: Any = sharded, optimizer: Any = optimizer, factor: Any = factor
+                ) -> Any:
+                    return torch.stack(train(model, sharded, optimizer, [[inputs]], factor=factor))
+
+                batches = [batch(step, world.rank, rows=8) for step in (0, 0, 0, 1, 2, 3)]
+                step = CapturedStep(sharded, run, batches[0], warmup=3) if name == "captured" else run
+                losses = [step(*inputs).clone() for inputs in (batches[3:] if name == "captured" else batches)]
+            counts.append(taken[0])
+            results.append({**masters(world, table, sharded), "losses": torch.stack(losses).tolist()})
+        found.append([name, unequal(*results), counts])
+    gradients.take = take
+    return found
+
+
+def test_gradients_written_in_their_places_are_the_same_bits() -> None:
+    for result in on_two(placed):
+        for name, differing, (none, some) in result:
+            assert differing == [] and none == 0 and some > 0, (name, differing, none, some)
+            # From the second step on, of six blocks both matrices; a captured step runs three times, and is recorded once.
+            if DEVICE == "cuda":
+                assert some == 12 * (3 if name == "captured" else 5), (name, some)
 
 
 def compiled(backend: str) -> Any:

@@ -26,15 +26,17 @@ def is_marked(weight: Tensor) -> bool:
     return getattr(weight, _MARK, False)
 
 
-def offer(weight: Tensor, place: Tensor) -> None:
-    """A place of the gradient's shape and dtype, for what is computed next. `weight` is what products read, known by its address: of a float8 layer the payload. One that is not aligned is not taken. Stability: provisional."""
-    if place.data_ptr() % ALIGNMENT == 0:
-        _places[weight.data_ptr()] = place
+def offer(weight: Tensor, place: Tensor) -> bool:
+    """A place of the gradient's shape and dtype, for what is computed next. `weight` is what products read, known by its address: of a float8 layer the payload. False for one that is not aligned, which nobody takes. Stability: provisional."""
+    if place.data_ptr() % ALIGNMENT:
+        return False
+    _places[weight.data_ptr()] = place
+    return True
 
 
-def withdraw(weight: Tensor) -> None:
-    """The place is not to be taken any more, if it was not. Stability: provisional."""
-    _places.pop(weight.data_ptr(), None)
+def withdraw(weight: Tensor) -> bool:
+    """The place is not to be taken any more. Whether it was still there. Stability: provisional."""
+    return _places.pop(weight.data_ptr(), None) is not None
 
 
 def take(weight: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -61,6 +61,10 @@ class FlexShardConfig(SharderConfig):
     gradients: str = chz.field(
         default="whole", doc="How gradients wait during accumulation: whole (no communication), or sharded (reduced every micro-batch)."
     )
+    placed: bool = chz.field(
+        default=True,
+        doc="Let kernels that can (linear=placed, onednn) write weights' gradients where they are sent from, for placements that keep a parameter in one piece there, as flat and owned do.",
+    )
     master: str = chz.field(
         default="float32",
         doc="float32: masters have precision.master; split: bfloat16 that is gathered as it is, and 16 more bits beside it.",

@@ -62,6 +62,11 @@ class Lanes:
             self.compute.wait_stream(self.gather)
             self.compute.wait_stream(self.reduce)
 
+    def end_spans(self) -> None:
+        """Every phase of the computing stream that is observed has ended."""
+        if self.observer is not None:
+            self.observer.clear()
+
     def event(self) -> Any:
         """A new event, None on a CPU."""
         return torch.cuda.Event() if self.on_device else None

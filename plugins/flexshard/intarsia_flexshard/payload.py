@@ -32,6 +32,8 @@ class Payload(Protocol):
     whole_bytes: int
     staged_bytes: int
     arrival: Tensor
+    reads: list[Tensor]
+    """What products read of each parameter: itself, or its float8."""
 
     def bind(self, buffer: Tensor, staging: Tensor) -> None:
         """Use `buffer` (1-D uint8, `whole_bytes`) for the whole parameters; `staging` (`staged_bytes`) is free between a gather's begin and `decode`."""
@@ -81,6 +83,7 @@ class PlainPayload:
     ) -> None:
         self.counts, self.dtype = geometry.counts, dtype
         self._geometry, self._master, self._cast, self._parameters = geometry, master, cast, list(parameters)
+        self.reads: list[Tensor] = list(parameters)
         # Where nothing is contiguous nothing needs to stay of what arrives.
         self._keeps_arrival = any(start is not None for start in geometry.starts)
         arrival = geometry.total if self._keeps_arrival else 0

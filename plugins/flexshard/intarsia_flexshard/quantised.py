@@ -66,6 +66,7 @@ class QuantisedPayload:
         self.counts, self.dtype, self.layout = layout.counts, torch.uint8, layout
         self._geometry, self._index, self._master, self._wire = geometry, index, master, wire.zero_()
         self._parameters, self._owners, self._compute = list(parameters), [list(each) for each in owners], dtype
+        self.reads: list[Tensor] = list(parameters)
         self._tile, self._power_of_two = tile, power_of_two
         self._kernels = best_tiles(wire.device.type)
         self._read = [reads_payload(each) for each in owners]
@@ -152,6 +153,7 @@ class QuantisedPayload:
         """Give views of the bytes to the modules that read them. `.data`: what gathers write later does not count as a change of what autograd has saved."""
         self._parameters[payload.member].data = self._stand_in.expand(payload.shape)
         self._scales.append(scales_bytes.view(torch.float32))
+        self.reads[payload.member] = payload_bytes.view(FORMAT).view(payload.shape)
         for module, name in self._owners[payload.member]:
             setattr(module, f"{name}_payload", payload_bytes.view(FORMAT).view(payload.shape).data)
             setattr(module, f"{name}_scales", scales_bytes.view(torch.float32).view(scales.shape).data)

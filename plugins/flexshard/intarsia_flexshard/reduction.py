@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from intarsia.comm import Communicator, add_parts
+from intarsia.errors import PluginError
 from intarsia.layout import slices
+from intarsia.ops import gradients as places
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
@@ -30,7 +32,7 @@ from intarsia_flexshard.sharing import parts_received
 @dataclasses.dataclass(eq=False)
 class Pack:
     """A buffer in which gradients are packed, and one for what other ranks send; `read`, if `dirty`, must be waited for before it is filled again. `is_followed` says that the
-    computing stream has been made to. It may lie in a `slot`, whose parameters it then destroys."""
+    computing stream has been made to. It may lie in a `slot`, whose parameters it then destroys. `holder` has offered places in it, which backward is filling."""
 
     buffer: Tensor
     scratch: Tensor
@@ -38,6 +40,7 @@ class Pack:
     dirty: bool = False
     is_followed: bool = False
     user: Reduction | None = None
+    holder: Reduction | None = None
     slot: Slot | None = None
 
     def claim(self) -> bool:
@@ -157,6 +160,8 @@ class Reduction:
         self._running: Any = None
         self._kept: tuple[Any, ...] = ()
         self.is_waiting = False
+        # By parameter what products read of it, and its place in the pack.
+        self._offered: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         self._then: Callable[[Sums | None], None] | None = None
         self._hands_on = False
 
@@ -178,10 +183,54 @@ class Reduction:
         """Whether backward has left something on the whole parameters."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
+    # ------------------------------------------------------------ places in the pack
+
+    def placeable(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are packed as they are, in one piece."""
+        if self._is_bare:
+            return []
+        return [parameter for parameter, start in zip(self.parameters, self.geometry.starts, strict=True) if start is not None]
+
+    def offer(self, reads: Sequence[Tensor]) -> None:
+        """Gradients may be written where they are packed, until `start`, which comes before any other bucket's. `reads` is what products read of each parameter.
+
+        Not before the first step has laid out the pack, nor where the host would have to wait for it: packing copies then.
+        """
+        pack, plan = self.pack, self._plans.get(self.narrow)
+        if pack is None or plan is None or pack.holder is not None or self._is_accumulating:
+            return
+        if not self._lanes.on_device and any(user is not None and user.is_waiting for user in (pack.user, self)):
+            return
+        if not pack.claim():
+            return
+        self.complete()
+        self._follow(pack)
+        pack.holder = self
+        for parameter, read, target in zip(self.parameters, reads, plan.targets, strict=True):
+            if target.boxes is None and parameter.grad is None and places.offer(read, target.views[0]):
+                self._offered.append((parameter, read, target.views[0]))
+
+    def retreat(self, strict: bool = True) -> None:
+        """Take what lies in the pack out of it. PluginError, if `strict`, where somebody has taken a place and its gradient has not arrived: it would be overwritten."""
+        offered, self._offered = self._offered, []
+        if self.pack is not None and self.pack.holder is self:
+            self.pack.holder = None
+        for parameter, read, place in offered:
+            was_taken = not places.withdraw(read)
+            if parameter.grad is None:
+                if was_taken and strict:
+                    raise PluginError(
+                        f"Bucket {self.name!r}: another bucket is reduced while a gradient of this one is being summed in memory that both use. Put modules whose calls "
+                        "overlap into one bucket (sharder.buckets), or set sharder.placed=false."
+                    )
+            elif parameter.grad.data_ptr() == place.data_ptr():
+                parameter.grad = parameter.grad.clone()
+
     # ------------------------------------------------------------ a step
 
     def accumulate(self) -> None:
         """Put what backward has left aside: the first is kept (in the reduction dtype), later ones are added."""
+        self.retreat()
         for index, parameter in enumerate(self.parameters):
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
@@ -250,8 +299,13 @@ class Reduction:
 
     def _gather_up(self, is_wide: bool) -> list[Tensor | None]:
         """What backward has left, and what was put aside before, by parameter; nothing stays behind."""
-        if is_wide and self.narrow != self.wide:
-            self.accumulate()
+        if is_wide:
+            self.retreat()
+            if self.narrow != self.wide:
+                self.accumulate()
+        for _, read, _ in self._offered:
+            places.withdraw(read)
+        self._offered = []
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -263,13 +317,21 @@ class Reduction:
     def _free_pack(self, dtype: torch.dtype) -> Pack:
         """The bucket's pack, or a larger one, when nobody reads it any more."""
         pack = self.pack
+        if pack is not None and pack.holder is self:
+            return pack
+        if pack is not None and pack.holder is not None:
+            pack.holder.retreat()
         if pack is None or not (dtype in self._plans or self._fits(pack, dtype)) or not pack.claim():
             pack = self.use(self.fresh_pack(*self._sizes(dtype)))
+        self._follow(pack)
+        return pack
+
+    def _follow(self, pack: Pack) -> None:
+        """What is computed from now on comes after everything that reads the pack."""
         if pack.user is not None and pack.user.is_waiting and pack.user is not self:
             pack.user.complete()
         if pack.dirty and not pack.is_followed:
             pack.read.wait(self._lanes.compute)
-        return pack
 
     def _fits(self, pack: Pack, dtype: torch.dtype) -> bool:
         size, received = self._sizes(dtype)  # Of what is sent as it is too, if it is missing or lies otherwise.
@@ -307,6 +369,7 @@ class Reduction:
     def forget(self) -> None:
         """Drop all gradients."""
         self.complete()
+        self.retreat(False)
         self._total, self._given = None, []
         self._accumulated, self._is_accumulating = [None] * len(self.parameters), False
         for parameter in (*self.masters, *self.parameters):
@@ -316,6 +379,7 @@ class Reduction:
 
     def use(self, pack: Pack) -> Pack:
         """The bucket packs there from now on."""
+        self.retreat()
         self.pack, self._plans = pack, {}
         return pack
 
@@ -329,15 +393,24 @@ class Reduction:
         plan = self._plans.get(dtype)
         if plan is None:
             plan = self._plans[dtype] = self._plan(pack, dtype)
+        if pack.holder is self:
+            pack.holder = None
+            return self._fill_by_member(plan, gradients)
         there = [gradient for gradient in gradients if gradient is not None]
         if plan.views is not None and len(there) == len(plan.views):
             torch._foreach_copy_(plan.views, there)
             return plan
+        return self._fill_by_member(plan, gradients)
+
+    def _fill_by_member(self, plan: Plan, gradients: Sequence[Tensor | None]) -> Plan:
+        """Whatever does not lie in its place already; zeros where there is no gradient."""
         into: list[Tensor] = []
         values: list[Tensor] = []
         for target, gradient in zip(plan.targets, gradients, strict=True):
             if gradient is None:
                 torch._foreach_zero_(target.views)
+                continue
+            if target.boxes is None and gradient.data_ptr() == target.views[0].data_ptr():
                 continue
             into += target.views
             values += [gradient] if target.boxes is None else [gradient[box] for box in target.boxes]

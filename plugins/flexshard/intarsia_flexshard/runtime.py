@@ -38,6 +38,7 @@ from intarsia_flexshard.hooks import Call, Inputs, differentiable, handled, in_b
 from intarsia_flexshard.lanes import Lanes
 from intarsia_flexshard.parameters import check_fresh, check_masters, check_torch, read_in_forward, running, take_place
 from intarsia_flexshard.payload import step_quantising
+from intarsia_flexshard.placing import Placing
 from intarsia_flexshard.reduction import Reduction
 from intarsia_flexshard.wire import check_quantisation
 
@@ -139,7 +140,7 @@ class FlexShardModel:
         last: list[Bucket | None] = [turn[-1] for turn in self.gathers.turns]
         self._half_way, self._fullest = (last[(len(last) - 1) // 2], last[-1]) if len(last) > 1 else (None, None)
         self._modules = self._install()
-        self._places = Places(buckets)
+        self._places, self._placing = Places(buckets), Placing(buckets, config.placed)
         refuse_copies(modules.values(), buckets)
         model.zero_grad = lambda set_to_none=True: self.zero_gradients()  # type: ignore[method-assign]
 
@@ -194,8 +195,7 @@ class FlexShardModel:
     def finish_gradients(self, wait: bool = True) -> None:
         """Reduce what is left, the last bucket first, and give everything back. Without `wait` sums may still be under way: `update` waits for what it needs."""
         self._places.check_trained()
-        if self.lanes.observer is not None:
-            self.lanes.observer.clear()
+        self.lanes.end_spans()
         for bucket in reversed(self.buckets):
             if bucket.reduction is not None and (bucket.open or bucket.reduction.has_gradients()) and bucket.holders is None:
                 self._reduce(bucket)
@@ -221,8 +221,7 @@ class FlexShardModel:
         self._pending.clear()
         self._entered.clear()
         self._any_unsynced = False
-        if self.lanes.observer is not None:
-            self.lanes.observer.clear()
+        self.lanes.end_spans()
 
     @torch.no_grad()
     def update(self, optimizer: Optimizer, factor: Any) -> None:
@@ -257,8 +256,7 @@ class FlexShardModel:
             if (observer := self.lanes.observer) is not None and due:
                 observer.enter("update", ", ".join(bucket.name for bucket in due))
             self._apply(optimizer, factor, due, names)
-            if observer is not None:
-                observer.clear()
+            self.lanes.end_spans()
             if not started and early in phase.buckets:
                 started = True
                 gathers.launch_first()
@@ -397,6 +395,7 @@ class FlexShardModel:
     def _begin_pass(self) -> None:
         """A forward pass of the model begins."""
         self._places.check_places()
+        self._placing.begin_pass()
         self.lanes.begin()
         if self.lanes.observer is not None and not in_backward():
             self.lanes.observer.clear()
@@ -558,6 +557,7 @@ class FlexShardModel:
             bucket.entered = True
             bucket.settle()
             self.gathers.prefetch(bucket.backward)
+        self._placing.enter(bucket, self._any_unsynced)
 
     def _leave_known(self, known: weakref.ref[Call], gradient: Any = None) -> None:
         """All gradients of a call's inputs are known, or its one input's `gradient`."""
