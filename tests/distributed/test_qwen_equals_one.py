@@ -6,6 +6,7 @@ All of it is the trainer's own path in float32 over gloo. What is balanced over 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ FOUR = ("train.micro_batch=2",)
 PIPELINE = ("engine=pipeline", *FOUR)
 SHARED = ("parallel=declared", "parallel.vision=shared")
 BALANCED = ("parallel=declared", "parallel.vision=balanced")
+BALANCED_PIPELINE = "pp2 dp2, images balanced"
 Mesh = tuple[int, bool, tuple[str, ...]]
 
 # Processes, whether one process has four micro-batches, and overrides.
@@ -36,10 +38,16 @@ AXES: dict[str, Mesh] = {
 EXPERTS: dict[str, Mesh] = {
     "ep2": (2, False, ("mesh.ep=2", "train.micro_batch=4")),
     "cp2 dp2 ep4": (4, False, ("mesh.cp=2", "mesh.dp_shard=2", "mesh.ep=4", "train.micro_batch=4")),
+    # In place of four micro-batches: a rank has consecutive rows of a step, so that of several micro-batches none is on all ranks what it is in one process.
+    BALANCED_PIPELINE: (
+        4,
+        False,
+        ("mesh.pp=2", "mesh.dp_shard=2", "engine=pipeline", "engine.few_micro_batches=true", "train.micro_batch=4", *BALANCED),
+    ),
 }
 COMBINED: dict[str, Mesh] = {
     "tp2 pp2": (4, True, ("mesh.tp=2", "mesh.pp=2", *PIPELINE, "engine.schedule=zb_h1", *SHARED)),
-    "pp2 dp2, images balanced": (4, True, ("mesh.pp=2", "mesh.dp_shard=2", "engine=pipeline", "train.micro_batch=1", *BALANCED)),
+    BALANCED_PIPELINE: (4, True, ("mesh.pp=2", "mesh.dp_shard=2", "engine=pipeline", "train.micro_batch=1", *BALANCED)),
     "dp2, images balanced": (2, False, ("mesh.dp_shard=2", "train.micro_batch=4", "recompute.mode=blocks", *BALANCED)),
     "tp2 cp2 dp2": (8, False, ("mesh.tp=2", "mesh.cp=2", "mesh.dp_shard=2", "train.micro_batch=4")),
     "pp2 cp2 tp2": (8, True, ("mesh.pp=2", "mesh.cp=2", "mesh.tp=2", *PIPELINE)),
@@ -129,6 +137,37 @@ def test_what_is_compared_matters(answers: Answers) -> None:
     steps = list(answers.whole("qwen3_5_moe", False)["steps"].values())
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert {"ahead_1", "moe.joint_loss"} <= set(steps[0])
+
+
+def rows_of_micro_batches(folder: Path, ranks: int, micro_batch: int) -> list[set[int]]:
+    """For each micro-batch of two steps its rows on all ranks."""
+    import parallel_recipes
+    from intarsia.plugins import current
+
+    recipe = importlib.reload(parallel_recipes).qwen3_vl_moe()
+    recipe = chz.replace(recipe, train=chz.replace(recipe.train, micro_batch=micro_batch))
+    loaders = [current().build(recipe.data.loader, recipe, current(), rank, ranks, folder, "train") for rank in range(ranks)]
+    steps = [[loader.next_step() for loader in loaders] for _ in range(2)]
+    for loader in loaders:
+        loader.close()
+    return [set().union(*(batch.samples for batch in batches)) for step in steps for batches in zip(*step, strict=True)]
+
+
+def test_experts_are_balanced_over_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every mesh of a mixture and the process that it is held against, slow ones too."""
+    monkeypatch.setitem(os.environ, FOLDER, str(tmp_path))
+    write_documents(tmp_path)
+    rows: dict[tuple[int, int], list[set[int]]] = {}
+    for recipe, mesh in CASES:
+        if recipe.endswith("moe"):
+            ranks, four, overrides = meshes_of(recipe)[mesh]
+            settings = dict(each.split("=", 1) for each in overrides)
+            # What is not cut in another way is data-parallel.
+            ranks //= math.prod(int(settings.get(f"mesh.{axis}", 1)) for axis in ("pp", "cp", "tp"))
+            keys = [(1, 2 if four else 8), (ranks, int(settings.get("train.micro_batch", 8)))]
+            for key in set(keys) - set(rows):
+                rows[key] = rows_of_micro_batches(tmp_path, *key)
+            assert rows[keys[0]] == rows[keys[1]], (recipe, mesh)
 
 
 def test_a_rank_has_no_images_where_the_other_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
