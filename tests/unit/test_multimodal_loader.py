@@ -25,6 +25,7 @@ from intarsia_multimodal import hooks, wire
 from intarsia_multimodal.config import DrawnConfig, MediaJsonlConfig, MultimodalConfig, ReadingConfig
 from intarsia_multimodal.contracts import MediaError, check_model
 from intarsia_multimodal.loader import MultimodalLoader
+from intarsia_multimodal.loader import build as entry
 from intarsia_multimodal.patches import PatchProcessor
 from intarsia_multimodal.pool import COMMAND
 
@@ -542,6 +543,26 @@ def test_a_processor_of_another_model_is_refused(tmp_path):
     model = types.SimpleNamespace(image_id=151655, vision=types.SimpleNamespace(patch=16, merge=2))
     with pytest.raises(UsageError, match=r"model.image_id is 151655, and .* the id 264; model.vision.patch is 16, and the processor's 4"):
         build(recipe(model=model), forty(), tmp_path)
+
+
+def test_media_are_not_shown_to_a_model_that_does_not_see(tmp_path):
+    """It would be trained on placeholders, and nothing would say so."""
+    arguments = (0, 1, tmp_path)
+    seeing, blind = types.SimpleNamespace(vision=types.SimpleNamespace()), types.SimpleNamespace()
+    text = [Document(text="what is there to see?")]
+    for model in (blind, types.SimpleNamespace(vision=None)):
+        settings = recipe(model=model, data={"held_out": 0.5})
+        for split in ("train", "evaluation"):
+            with pytest.raises(
+                UsageError, match=r"data.mixture.0.source \(listed\): there are images or videos .* no vision tower \(model.vision\)"
+            ):
+                entry(settings.data.loader, settings, forty(), *arguments, split)
+        assert not entry(settings.data.loader, settings, Doubles(Listed(text * 8)), *arguments, "train").shown()
+    settings = recipe(model=seeing)
+    assert entry(settings.data.loader, settings, forty(), *arguments, "train").shown() == ["data.mixture.0.source (listed)"]
+    mixed = recipe(2, model=blind)
+    with pytest.raises(UsageError, match=r"^data.mixture.1.source \(listed\): there are images"):
+        entry(mixed.data.loader, mixed, Doubles(Listed(text), Listed([document(0)])), *arguments, "train")
 
 
 @pytest.mark.parametrize(

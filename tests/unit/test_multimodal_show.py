@@ -17,17 +17,18 @@ RECIPE = """
 import chz
 from intarsia.config import DataConfig, MixturePart
 from intarsia_data.config import ByteTokenizerConfig
-from intarsia_llama3.recipes import debug
+from intarsia_qwen3_vl.recipes import debug
 from intarsia_multimodal.config import DrawnConfig, MultimodalConfig, PatchProcessorConfig
 
 
 def seeing():
     processor = PatchProcessorConfig(patch=4, min_pixels=256, max_pixels=4096, video_min_pixels=256, video_max_pixels=16384)
-    tokenizer = ByteTokenizerConfig(specials=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"))
+    tokenizer = ByteTokenizerConfig(specials=("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"))
     data = DataConfig(
         loader=MultimodalConfig(processor=processor), tokenizer=tokenizer, mixture=(MixturePart(source=DrawnConfig(documents=40)),)
     )
-    return chz.replace(debug(), data=data)
+    recipe = debug()
+    return chz.replace(recipe, data=data, model=chz.replace(recipe.model, vision=chz.replace(recipe.model.vision, patch=4)))
 """
 
 

@@ -42,7 +42,8 @@ class Loaded:
 class Decoder:
     """Loads media by a processor: equal ones once, for as long as somebody has them, and `limit_bytes` of the last ones besides (one, however large). Threads may share it. Stability: provisional.
 
-    Media are equal by their contents, a file's as well, and by what is taken of them (grid, frames, size). What an URL gives is not known before it is fetched, and never kept.
+    Media are equal by their contents, a file's as well, and by what is taken of them (grid, frames, size). What an URL gives is not known before it is fetched, and never kept; nor is a file that is written anew while it is
+    decoded.
     `decoded` counts what the processor was asked for, `spared` what was there already.
     """
 
@@ -59,7 +60,8 @@ class Decoder:
         """A medium's patches. Errors: the processor's."""
         contents = digest_of(slot.media)
         if contents is None:
-            self.decoded += 1
+            with self._guard:
+                self.decoded += 1
             return Loaded(self.processor.load(slot), slot.grid)
         key = (slot.media.kind, contents, slot.grid, slot.frames, slot.size)
         with self._guard:
@@ -73,9 +75,9 @@ class Decoder:
                 own = self._running[key] = Future()
             else:
                 self.spared += 1
-        return self._decoded(key, slot, own) if running is None else running.result()
+        return self._decoded(key, slot, contents, own) if running is None else running.result()
 
-    def _decoded(self, key: Key, slot: Slot, own: Future[Loaded]) -> Loaded:
+    def _decoded(self, key: Key, slot: Slot, contents: bytes, own: Future[Loaded]) -> Loaded:
         """Decode what nobody else is decoding. Who asks meanwhile waits for `own`."""
         try:
             loaded = Loaded(self.processor.load(slot), slot.grid)
@@ -84,10 +86,13 @@ class Decoder:
                 del self._running[key]
             own.set_exception(error)
             raise
+        # A file that was written anew meanwhile may have given other contents than those that it is known by.
+        is_known = not isinstance(slot.media.data, str) or digest_of(slot.media) == contents
         with self._guard:
             del self._running[key]
-            self._had[key] = loaded
-            self._keep(key, loaded)
+            if is_known:
+                self._had[key] = loaded
+                self._keep(key, loaded)
         own.set_result(loaded)
         return loaded
 

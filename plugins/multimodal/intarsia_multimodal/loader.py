@@ -39,8 +39,23 @@ log = logging.getLogger("intarsia_multimodal")
 
 
 def build(config: MultimodalConfig, recipe: Recipe, plugins: Any, rank: int, ranks: int, directory: Path, split: str) -> MultimodalLoader:
-    """The entry's target. Errors: UsageError for settings, sources and documents that are wrong, and for a processor that is not the model's."""
-    return MultimodalLoader(config, recipe, plugins, rank, ranks, directory, split)
+    """The entry's target. Errors: UsageError for settings, sources and documents that are wrong, for a processor that is not the model's, and for media that the model does not see."""
+    loader = MultimodalLoader(config, recipe, plugins, rank, ranks, directory, split)
+    try:
+        check_sees(recipe.model, loader.shown())
+    except BaseException:
+        loader.close()
+        raise
+    return loader
+
+
+def check_sees(model: Any, shown: Sequence[str]) -> None:
+    """UsageError for a model without a vision tower, where sources, by their names, show something: it would learn from placeholders, and nothing would say so."""
+    if shown and getattr(model, "vision", None) is None:
+        raise UsageError(
+            f"{', '.join(shown)}: there are images or videos in its documents, and the model has no vision tower (model.vision): it would be trained on their placeholders and see nothing. "
+            "Take a size of a family that sees, or leave the media out."
+        )
 
 
 class Patches:
@@ -98,25 +113,25 @@ class MultimodalLoader(StepLoader):
         names, parts, train = maker.found.names, maker.found.parts, split == "train"
         try:
             self._indices = [self._index(number) for number in range(len(names))]
+            if not train:  # its workers are started when there is something to evaluate
+                self.close_workers()
+            fitted = [
+                fit(index, recipe.train.sequence_length, config.patches, config.too_long, name)
+                for index, name in zip(self._indices, names, strict=True)
+            ]
+            self._lengths, self._patches = [lengths for lengths, _, _ in fitted], [patches for _, patches, _ in fitted]
+            self._too_long = [count for _, _, count in fitted]
+            self._streams = [self._stream(number, train) for number in range(len(names))]
+            weights = [part.weight for part in parts]
+            settings = order_settings(recipe, maker.tokenizer, names, weights, [index.digest for index in self._indices]) | {
+                "data.loader.patches": config.patches,
+                "data.loader.too_long": config.too_long,
+                "data.loader.open_rows": config.open_rows,
+            }
+            super().__init__(recipe, maker.tokenizer, names, weights, self._streams, rank, ranks, train, settings)
         except BaseException:
             self.close_workers()
             raise
-        if not train:  # its workers are started when there is something to evaluate
-            self.close_workers()
-        fitted = [
-            fit(index, recipe.train.sequence_length, config.patches, config.too_long, name)
-            for index, name in zip(self._indices, names, strict=True)
-        ]
-        self._lengths, self._patches = [lengths for lengths, _, _ in fitted], [patches for _, patches, _ in fitted]
-        self._too_long = [count for _, _, count in fitted]
-        self._streams = [self._stream(number, train) for number in range(len(names))]
-        weights = [part.weight for part in parts]
-        settings = order_settings(recipe, maker.tokenizer, names, weights, [index.digest for index in self._indices]) | {
-            "data.loader.patches": config.patches,
-            "data.loader.too_long": config.too_long,
-            "data.loader.open_rows": config.open_rows,
-        }
-        super().__init__(recipe, maker.tokenizer, names, weights, self._streams, rank, ranks, train, settings)
         self.threads = self._prefetch + 1 if config.workers else 1
         self.bad_media: collections.Counter[str] = collections.Counter()
         self._skipped: list[str] = []
@@ -272,6 +287,10 @@ class MultimodalLoader(StepLoader):
         self._closed = False
 
     # ------------------------------------------------------------ facts
+
+    def shown(self) -> list[str]:
+        """The names of the sources in whose rows there are media."""
+        return [name for name, stream in zip(self.names, self._streams, strict=True) if stream.patches]
 
     def facts(self) -> dict[str, Any]:
         """What there is and what was given out so far, as JSON: documents, tokens, patches and rows of this split, what is left out and why, each source's asked and realised share."""
