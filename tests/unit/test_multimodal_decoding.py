@@ -14,6 +14,7 @@ import pytest
 import torch
 from intarsia.config import DataSourceConfig, MixturePart
 from intarsia.contracts import Document, Media
+from intarsia.errors import UsageError
 from intarsia.plugins import current
 from intarsia_data.config import ByteTokenizerConfig
 from intarsia_llama3.recipes import debug
@@ -136,6 +137,19 @@ def test_what_is_no_file_is_asked_for_each_time(tmp_path: Path) -> None:
     assert made.decoded == 6 and made.spared == 0
 
 
+def test_a_file_that_is_written_anew_while_it_is_decoded_is_taken_for_nothing_else(tmp_path: Path) -> None:
+    one, another = image(16, 24), image(16, 24, 1)
+    assert isinstance(one.data, bytes) and isinstance(another.data, bytes)
+    file, other_data = tmp_path / "screen.png", another.data
+    file.write_bytes(one.data)
+    slot = slot_of(Media("image", str(file)))
+    made = decoder(Counting(lambda: file.write_bytes(other_data)))
+    taken = made.load(slot)
+    expected = PROCESSOR.load(slot_of(one))
+    assert not numpy.array_equal(taken.patches_NC, expected)
+    assert numpy.array_equal(made.load(slot_of(one)).patches_NC, expected)
+
+
 def test_rows_that_show_the_same_decode_it_once() -> None:
     """Several questions on one image, in one row and in the next."""
     documents = [Document(parts=(image(16, 16), f"question {number}")) for number in range(4)]
@@ -150,10 +164,12 @@ def drawn(folder: Path, workers: int, policy: str = "stop", prefetch: int = 0) -
     return loader_of(DrawnConfig(documents=64), folder, workers, policy, prefetch)
 
 
-def loader_of(source: DataSourceConfig, folder: Path, workers: int, policy: str = "stop", prefetch: int = 0) -> MultimodalLoader:
+def loader_of(
+    source: DataSourceConfig, folder: Path, workers: int, policy: str = "stop", prefetch: int = 0, too_long: str = "truncate"
+) -> MultimodalLoader:
     """Steps of four micro-batches."""
     run = debug()
-    loader = MultimodalConfig(processor=SMALL, workers=workers, bad_media=policy)
+    loader = MultimodalConfig(processor=SMALL, workers=workers, bad_media=policy, too_long=too_long)
     mixture = (MixturePart(source=source),)
     data = chz.replace(
         run.data,
@@ -199,7 +215,15 @@ def test_workers_decode_a_little_ahead_of_who_looks(tmp_path: Path) -> None:
     loader.close()
 
 
-def test_a_loader_that_is_refused_leaves_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+REFUSED: dict[str, tuple[str, type[Exception], str]] = {
+    "a medium": ('{"images": ["gone.png"], "text": "none"}\n', MediaError, r"gone\.png"),
+    "a length": (f'{{"text": "{"long " * 50}"}}\n', UsageError, "1 documents are too long"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_loader_that_is_refused_leaves_no_worker(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While documents are prepared, and once they are."""
     made: list[Pool] = []
 
     class Noted(Pool):
@@ -208,9 +232,10 @@ def test_a_loader_that_is_refused_leaves_no_worker(tmp_path: Path, monkeypatch: 
             made.append(self)
 
     monkeypatch.setattr(loading, "Pool", Noted)
-    (tmp_path / "data.jsonl").write_text('{"images": ["gone.png"], "text": "none"}\n')
-    with pytest.raises(MediaError, match=r"gone\.png"):
-        loader_of(MediaJsonlConfig(paths=(str(tmp_path / "data.jsonl"),)), tmp_path, 1)
+    text, error, match = REFUSED[why]
+    (tmp_path / "data.jsonl").write_text(text)
+    with pytest.raises(error, match=match):
+        loader_of(MediaJsonlConfig(paths=(str(tmp_path / "data.jsonl"),)), tmp_path, 1, too_long="stop")
     assert [process.poll() is None for pool in made for process in pool.processes] == [False]
 
 
