@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,68 @@ def test_media_that_cannot_be_used_fail_their_try() -> None:
     assert sample.failure is not None and sample.failure.boundary == "environment" and "cannot be used" in sample.failure.message
     with pytest.raises(UsageError, match=r"data\.loader\.processor"):
         play(Shows(), processor=None)
+
+
+class ShowsFile(Shows):
+    """The first image is a file, of which `turn` is told when the first turn is over, and `close` at the end."""
+
+    def __init__(self, path: Path, turn: Any = None, close: Any = None, again: bool = False) -> None:
+        super().__init__(Media("image", str(path)), rewrites=again)
+        path.write_bytes(ONE.data)  # type: ignore[arg-type]
+        self.path, self.turn, self.at_close = path, turn, close
+
+    def episode(self, task: Task, seed: int) -> Any:
+        return ShowingFile(self)
+
+
+class ShowingFile(Showing):
+    home: ShowsFile
+
+    async def step(self, action: Turn) -> StepResult:
+        result = await super().step(action)
+        if self.turns == 1 and self.home.turn is not None:
+            self.home.turn(self.home.path)
+        return result
+
+    async def close(self) -> None:
+        if self.home.at_close is not None:
+            self.home.at_close(self.home.path)
+
+
+def anew(path: Path) -> None:
+    """A screenshot of the same size, in the same place, later than the clock of any file system can miss."""
+    written_s = path.stat().st_mtime
+    path.write_bytes(image(16, 16, 7).data)  # type: ignore[arg-type]
+    os.utime(path, (written_s + 10, written_s + 10))
+
+
+def grown(path: Path) -> None:
+    """Bytes behind the image, which no decoder looks at."""
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(
+    "what",
+    [{"turn": anew}, {"turn": anew, "again": True}, {"close": anew}, {"close": Path.unlink}, {"turn": grown}],
+    ids=["between", "between, shown again", "at the end", "removed", "grown"],
+)
+def test_files_that_an_episode_shows_have_to_stay_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: dict[str, Any], large: bool
+) -> None:
+    """Later turns and the trainer read them again: a policy would be trained on what it has not seen, or the run end at a file that is gone."""
+    if large:
+        monkeypatch.setattr(media, "HASHED_BYTES", 0)
+    sample, _ = play(ShowsFile(tmp_path / "screen.png", **what))
+    assert sample.failure is not None and sample.failure.boundary == "environment"
+    assert f"the file {tmp_path / 'screen.png'} was shown, and has been written anew or removed since" in sample.failure.message
+    sample, _ = play(ShowsFile(tmp_path / "kept.png", again=True))
+    assert sample.failure is None and sample.segments[-1].media[0].media.data == str(tmp_path / "kept.png")
+
+
+def test_equal_contents_are_the_same_file(tmp_path: Path) -> None:
+    sample, _ = play(ShowsFile(tmp_path / "screen.png", turn=lambda path: path.write_bytes(ONE.data), again=True))
+    assert sample.failure is None
 
 
 @pytest.mark.parametrize("error", [EnvironmentFailure("environment", "a request shows what is cut"), UsageError("Install a decoder.")])

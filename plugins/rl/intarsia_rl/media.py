@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ from intarsia_rl.contracts import PlacedMedia
 if TYPE_CHECKING:
     from intarsia_multimodal.contracts import Prepared, Processor
     from intarsia_multimodal.decoding import Decoder
+
+HASHED_BYTES = 16 << 20
+"""Larger files are told apart by their size and times: the loop that hashes them serves all tries."""
 
 
 def processor_of(data: Any, model: Any, plugins: Any) -> Processor | None:
@@ -65,6 +69,41 @@ def with_ids(turns: Sequence[Turn], processor: Processor | None) -> list[Turn]:
         return [
             turn if isinstance(turn.content, str) else dataclasses.replace(turn, content=processor.as_ids(turn.content)) for turn in turns
         ]
+
+
+class Files:
+    """The files that an episode has shown, each by what was in it: to the end they have to hold what the policy saw, since every later turn, and the trainer, read them again."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, object] = {}
+
+    def take(self, shown: Sequence[Media]) -> None:
+        """Of a turn, where they can be used. EnvironmentFailure for one that was shown before and is another one now."""
+        for medium in shown:
+            if isinstance(medium.data, str):
+                self._found.setdefault(medium.data, contents_of(medium.data))
+        self.check()
+
+    def check(self) -> None:
+        """EnvironmentFailure for a file that is gone, or another one."""
+        for path, found in self._found.items():
+            if contents_of(path) != found:
+                raise EnvironmentFailure(
+                    "environment",
+                    f"the file {path} was shown, and has been written anew or removed since: the policy would be trained on what it has not seen. Give what changes as bytes, or each turn a file of "
+                    "its own, and leave it there",
+                )
+
+
+def contents_of(path: str) -> object:
+    """What tells a file from one that stands in its place later: its contents or, where it is large, its size and when it was written; None for what is no file, such as an URL."""
+    from intarsia_multimodal.decoding import digest_of
+
+    try:
+        facts = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return digest_of(Media("image", path)) if facts.st_size <= HASHED_BYTES else (facts.st_size, facts.st_mtime_ns, facts.st_ino)
 
 
 @contextlib.contextmanager

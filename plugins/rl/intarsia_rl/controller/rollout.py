@@ -128,6 +128,7 @@ class Rollout:
         self._contexts: dict[str, Context] = {}
         self._segments: list[SegmentBuilder] = []
         self._transcript: list[Turn] = []
+        self._files = media.Files()
         self._spent = {"generate": 0.0, "environment": 0.0}
         self._metrics: dict[str, float] = {}
         self._turns = self._generated = 0
@@ -143,6 +144,7 @@ class Rollout:
             truncated = await self._play(episode)
         finally:
             await self._close(episode)
+        self._files.check()
         timings = {**self._spent, "total": loop.time() - begin}
         segments = tuple(builder.build() for builder in self._segments)
         rewards = {} if self._steps_reward is None else {"steps": self._steps_reward}
@@ -225,6 +227,7 @@ class Rollout:
         old = self._contexts.get(actor)
         shown = media.media_of(new)
         new = media.with_ids(new, self._rules.processor)
+        self._files.take(shown)
         if old is None or observation.rewrites:
             return self._begin(actor, new, shown, observation.tools or (old.tools if old else ()))
         tools = observation.tools or old.tools
