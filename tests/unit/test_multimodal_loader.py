@@ -272,6 +272,29 @@ def test_documents_that_are_too_long_are_left_out_or_stop_the_run(tmp_path):
     assert batch.lengths[0] == (1, 31), "bos is all that stands before its image"
 
 
+def test_images_that_are_lost_by_cutting_are_counted_and_not_all_lost(tmp_path, caplog):
+    """A model that is to see would learn from what is left of conversations without their images."""
+    big, small = Document(parts=("a", image(16, 16, 1), image(64, 64), image(16, 16, 2), "lost")), document(1)
+    for policy, lost in (("truncate", 2), ("skip", 3)):
+        caplog.clear()
+        loader = build(recipe(loader={"patches": 32, "too_long": policy}), Doubles(Listed([big, small])), tmp_path / policy)
+        facts = loader.facts()
+        assert (facts["media"], facts["media_cut"], facts["sources"][0]["media_cut"]) == (4, lost, lost)
+        assert f"of 4 images and videos {lost} are lost by it" in caplog.text
+    whole = build(recipe(loader={"patches": 1024}, sequence_length=256), Doubles(Listed([big, small])), tmp_path / "whole").facts()
+    assert (whole["media"], whole["media_cut"]) == (4, 0)
+    told = r"none of its 3 images and videos is left, .*the least has 6 tokens and 16 patches, and a row takes train.sequence_length=32 tokens and data.loader.patches=8 "
+    for policy in ("truncate", "skip"):
+        settings = recipe(loader={"patches": 8, "too_long": policy})
+        with pytest.raises(UsageError, match=told):
+            entry(settings.data.loader, settings, Doubles(Listed([big, Document(text="text")])), 0, 1, tmp_path / f"{policy} 8", "train")
+    settings = recipe(loader={"patches": 8})
+    assert (
+        entry(settings.data.loader, settings, Doubles(Listed([Document(text="text" * 20)])), 0, 1, tmp_path, "train").facts()["too_long"]
+        == 1
+    )
+
+
 # ------------------------------------------------------------ bad media
 
 

@@ -93,3 +93,19 @@ def test_patches_become_pictures_again(how):
     frames = numpy.stack([noise(24, 48, number) for number in range(4)])
     patches = to_patches(frames, level_table(mean, std, how), 4, 2, 2)
     assert numpy.array_equal(from_patches(patches, (2, 6, 12), mean, std, 4, 2, 2), frames)
+
+
+def test_it_says_how_many_media_do_not_fit(tmp_path, capsys):
+    (tmp_path / "large.png").write_bytes(encoded(smooth(64, 64)))
+    (tmp_path / "small.png").write_bytes(encoded(smooth(16, 16)))
+    records = [{"images": ["small.png"], "text": "a"}, {"images": ["small.png", "large.png"], "text": "b"}]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    source = "data.mixture.0.source"
+    code, out, _ = show(
+        tmp_path, capsys, f"{source}=media_jsonl", f"{source}.paths={tmp_path}/d.jsonl", "data.held_out=0", "data.loader.patches=32"
+    )
+    assert code == 0 and "1 too long (by which 1 of 3 media are lost), 0 with media" in out
+    code, _, err = show(
+        tmp_path, capsys, f"{source}=media_jsonl", f"{source}.paths={tmp_path}/d.jsonl", "data.held_out=0", "data.loader.patches=8"
+    )
+    assert code == 2 and "none of its 3 images and videos is left" in err

@@ -172,3 +172,9 @@ def cut_of(index: MediaIndex, number: int, row: int, budget: int) -> tuple[int, 
             return min(at, row), taken
         taken += patches
     return min(int(index.lengths[number]), row), taken
+
+
+def cut_media(index: MediaIndex, lengths: numpy.ndarray) -> int:
+    """How many images and videos are not in what `fit` takes of the documents."""
+    short = numpy.flatnonzero(lengths < index.lengths).tolist()
+    return sum(int((index.media[index.offsets[number] : index.offsets[number + 1], 1] > lengths[number]).sum()) for number in short)

@@ -27,7 +27,7 @@ from torch import Tensor
 from intarsia_multimodal.batches import joined, stack
 from intarsia_multimodal.config import MultimodalConfig
 from intarsia_multimodal.contracts import Processor, check_model
-from intarsia_multimodal.index import MediaIndex, Record, fit, open_index
+from intarsia_multimodal.index import MediaIndex, Record, cut_media, fit, open_index
 from intarsia_multimodal.making import Piece, Row
 from intarsia_multimodal.pool import Answer, Pool
 from intarsia_multimodal.rows import RowStream
@@ -39,9 +39,10 @@ log = logging.getLogger("intarsia_multimodal")
 
 
 def build(config: MultimodalConfig, recipe: Recipe, plugins: Any, rank: int, ranks: int, directory: Path, split: str) -> MultimodalLoader:
-    """The entry's target. Errors: UsageError for settings, sources and documents that are wrong, for a processor that is not the model's, and for media that the model does not see."""
+    """The entry's target. Errors: UsageError for settings, sources and documents that are wrong, for a processor that is not the model's, for media that the model does not see, and where none fits a row."""
     loader = MultimodalLoader(config, recipe, plugins, rank, ranks, directory, split)
     try:
+        loader.check_some_fit()
         check_sees(recipe.model, loader.shown())
     except BaseException:
         loader.close()
@@ -121,6 +122,7 @@ class MultimodalLoader(StepLoader):
             ]
             self._lengths, self._patches = [lengths for lengths, _, _ in fitted], [patches for _, patches, _ in fitted]
             self._too_long = [count for _, _, count in fitted]
+            self._media_cut = [cut_media(index, lengths) for index, lengths in zip(self._indices, self._lengths, strict=True)]
             self._streams = [self._stream(number, train) for number in range(len(names))]
             weights = [part.weight for part in parts]
             settings = order_settings(recipe, maker.tokenizer, names, weights, [index.digest for index in self._indices]) | {
@@ -193,7 +195,7 @@ class MultimodalLoader(StepLoader):
         )
 
     def _tell_what_is_left_out(self) -> None:
-        for name, index, count in zip(self.names, self._indices, self._too_long, strict=True):
+        for name, index, count, media_cut in zip(self.names, self._indices, self._too_long, self._media_cut, strict=True):
             if index.bad:
                 log.warning(
                     "%s: %d documents have media that cannot be used and are left out; the first: document %d: %s. %s",
@@ -204,7 +206,8 @@ class MultimodalLoader(StepLoader):
                 )
             if count:
                 done = "cut" if self._config.too_long == "truncate" else "left out"
-                log.warning("%s: %d documents are too long for a row, and are %s", name, count, done)
+                lost = f"; of {len(index.media)} images and videos {media_cut} are lost by it" if media_cut else ""
+                log.warning("%s: %d documents are too long for a row, and are %s%s", name, count, done, lost)
 
     # ------------------------------------------------------------ steps
 
@@ -292,6 +295,16 @@ class MultimodalLoader(StepLoader):
         """The names of the sources in whose rows there are media."""
         return [name for name, stream in zip(self.names, self._streams, strict=True) if stream.patches]
 
+    def check_some_fit(self) -> None:
+        """UsageError for a source whose images and videos are all lost, since documents are too long for rows: a model would learn from what is left without them."""
+        for name, index, cut in zip(self.names, self._indices, self._media_cut, strict=True):
+            if cut and cut == len(index.media):
+                tokens, patches = (int(sizes.min()) for sizes in (index.media[:, 1] - index.media[:, 0], index.media[:, 2]))
+                raise UsageError(
+                    f"{name}: none of its {cut} images and videos is left, since their documents are too long for a row: the least has {tokens} tokens and {patches} patches, and a row takes "
+                    f"train.sequence_length={self._row} tokens and data.loader.patches={self._config.patches} patches. Raise these, or lower the processor's max_pixels."
+                )
+
     def facts(self) -> dict[str, Any]:
         """What there is and what was given out so far, as JSON: documents, tokens, patches and rows of this split, what is left out and why, each source's asked and realised share."""
         sources = []
@@ -301,12 +314,13 @@ class MultimodalLoader(StepLoader):
                 "name": self.names[number], "documents": stream.documents, "tokens": stream.tokens, "patches": stream.patches, "rows": stream.rows,
                 "filled": stream.tokens / (stream.rows * self._row), "digest": index.digest, "weight": self._weights[number],
                 "tokens_seen": tokens, "epochs_seen": epochs, "too_long": self._too_long[number],
+                "media": len(index.media), "media_cut": self._media_cut[number],
                 "bad_media": len(index.bad), "bad_media_first": [f"document {place}: {reason}" for place, reason in index.bad[:NAMED]],
             })  # fmt: skip
         seen = sum(source["tokens_seen"] for source in sources)
         for source in sources:
             source["share_seen"] = source["tokens_seen"] / seen if seen else 0.0
-        names = ("documents", "tokens", "patches", "rows", "bad_media", "too_long")
+        names = ("documents", "tokens", "patches", "rows", "bad_media", "too_long", "media", "media_cut")
         return {
             "split": self._split, **{name: sum(source[name] for source in sources) for name in names},
             "samples": self.total, "steps": None if self.total is None else math.ceil(self.total / self._global_batch),

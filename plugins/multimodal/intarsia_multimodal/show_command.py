@@ -74,9 +74,10 @@ class MediaCommand:
 def facts_lines(facts: dict[str, Any]) -> Iterator[str]:
     """What there is, a line for each source."""
     for source in facts["sources"]:
+        lost = f" (by which {source['media_cut']} of {source['media']} media are lost)" if source["media_cut"] else ""
         yield (
             f"{source['name']}: {source['documents']} documents, {source['tokens']} tokens, {source['patches']} patches in {source['rows']} rows, "
-            f"filled to {source['filled']:.1%}; {source['too_long']} too long, {source['bad_media']} with media that cannot be used"
+            f"filled to {source['filled']:.1%}; {source['too_long']} too long{lost}, {source['bad_media']} with media that cannot be used"
         )
         for reason in source["bad_media_first"]:
             yield f"  {reason}"
