@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,18 +13,22 @@ from _spawn import spawn
 from intarsia.comm import Communicator, SelfCommunicator
 from intarsia.config import MeshConfig
 from intarsia.contracts import Init, Regions
+from intarsia.errors import PluginError
 from intarsia.mesh import Mesh, check_mesh
 from intarsia.ops import gradients
 from intarsia.parameters import ParameterTable
 from intarsia_flexshard import runtime
-from intarsia_flexshard.config import FlexShardConfig
+from intarsia_flexshard.config import BucketConfig, FlexShardConfig
 from intarsia_flexshard.runtime import build
+from intarsia_float8.format import dequantise
 from intarsia_kernels.linear.placed import linear
+from intarsia_kernels.linear.weights import weight_gradient
 from intarsia_placements.config import Flat, Owned, Row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 DIM, HIDDEN, VOCAB, DEPTH = 16, 32, 32, 5
+TILE = (8, 8)
 PLACEMENTS = {"flat": Flat(), "owned": Owned(), "row": Row()}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -36,6 +40,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unused": {"skip": 2},
     "half precision": {"compute": "bfloat16"},
     "never given back": {"reshard": "never"},
+    "float8": {"greedy": True, "payload": "fp8", "compute": "bfloat16"},
+    # One parameter is sent without being packed, unless it has no gradient: then zeros are packed.
+    "a bucket of one": {"greedy": True, "skip": 1, "buckets": (BucketConfig(name="only", match=("blocks.1.up.weight",)),)},
 }
 
 
@@ -52,11 +59,59 @@ class Block(nn.Module):
         return x_BSD + linear(nn.functional.gelu(y_BSH), self.down.weight, self.down.bias)
 
 
+class _Greedy(torch.autograd.Function):
+    """Takes a place without asking whether the weight is marked, as kernels do that have an autograd function anyway. `read` is what it multiplies by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, read: Tensor, scales: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, read)
+        ctx.scales = scales
+        return x @ _values(read, scales, x.dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, read = ctx.saved_tensors
+        rows = grads[0].flatten(0, -2)
+        return grads[0] @ _values(read, ctx.scales, x.dtype), weight_gradient(rows, x.flatten(0, -2), read), None, None
+
+
+def _values(read: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return read if scales is None else dequantise(read, scales, TILE, dtype)
+
+
+class Reads(nn.Linear):
+    """Reads float8 where that is gathered."""
+
+    reads_payload: ClassVar[tuple[str, ...]] = ("weight",)
+    weight_payload: Tensor | None = None
+    weight_scales: Tensor | None = None
+    weight_tile = TILE
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Greedy.apply(x, self.weight, self.weight if self.weight_payload is None else self.weight_payload, self.weight_scales)
+        return y
+
+
+class Greedy(nn.Module):
+    """A block of such layers, which may call another block before its second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Reads(DIM, HIDDEN, bias=False), Reads(HIDDEN, DIM, bias=False)
+        self.inner: list[nn.Module] = []
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        y_BSH = self.up(x_BSD)
+        for block in self.inner:
+            x_BSD = block(x_BSD)
+        return x_BSD + self.down(y_BSH.tanh())
+
+
 class Deep(nn.Module):
     def __init__(self, option: Mapping[str, Any]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList([Block(option.get("again", False)) for _ in range(DEPTH)])
+        self.blocks = nn.ModuleList([Greedy() if option.get("greedy") else Block(option.get("again", False)) for _ in range(DEPTH)])
         self.head = nn.Linear(DIM, VOCAB, bias=False)
         self.option = dict(option)
 
@@ -77,6 +132,8 @@ class Deep(nn.Module):
 class Case:
     """A sharded model and its steps."""
 
+    placed = True
+
     def __init__(self, world: Communicator, option: Mapping[str, Any], placement: str) -> None:
         self.world, self.option = world, option
         mesh = Mesh(check_mesh(MeshConfig(), world.size), world)
@@ -85,7 +142,8 @@ class Case:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not name.startswith(option.get("frozen", "-")))
         self.table = ParameterTable.from_model(self.model, "float32", option.get("compute", "float32"), "float32", seed=3)
-        config = FlexShardConfig(placement=PLACEMENTS[placement], reshard=option.get("reshard", "always"))
+        settings = {name: option[name] for name in ("reshard", "payload", "buckets") if name in option}
+        config = FlexShardConfig(placement=PLACEMENTS[placement], placed=self.placed, tile=TILE, **settings)
         self.sharded: Any = build(config).shard(self.model, self.table, mesh, world)
         self.number = 0
 
@@ -110,28 +168,25 @@ class Case:
     def loss(self, micro_batch: int = 0) -> Tensor:
         drawn = torch.Generator().manual_seed(100 * self.number + 10 * micro_batch + self.world.rank)
         tokens_BS = torch.randint(VOCAB, (2, 8), generator=drawn)
-        skip = self.option.get("skip", -1) if self.world.rank == 0 else -1
-        logits_BSV: Tensor = self.model(tokens_BS, skip)
+        logits_BSV: Tensor = self.model(tokens_BS, self.option.get("skip", -1))
         return nn.functional.cross_entropy(logits_BSV.float().flatten(0, 1), tokens_BS.flatten())
 
 
 @contextmanager
 def offered(places: bool) -> Iterator[list[int]]:
     """Offer places, or none; how many were taken. At most one sum is under way, so that a pack is free when the bucket after the next one wants it, as it is on a GPU."""
-    taken, before, pending, takes = [0], gradients.offer, runtime.PENDING, gradients.take
+    taken, pending, takes = [0], runtime.PENDING, gradients.take
 
-    def take(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        found = takes(weight, dtype)
+    def take(weight: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        found = takes(weight, shape, dtype)
         taken[0] += found is not None
         return found
 
-    gradients.take, runtime.PENDING = take, 1
-    if not places:
-        gradients.offer = lambda weight, place: False
+    gradients.take, runtime.PENDING, Case.placed = take, 1, places
     try:
         yield taken
     finally:
-        gradients.offer, gradients.take, runtime.PENDING = before, takes, pending
+        gradients.take, runtime.PENDING = takes, pending
         assert not gradients._places
 
 
@@ -182,24 +237,69 @@ def test_a_reduction_between_takes_gradients_out_of_the_pack() -> None:
     assert taken and not none
 
 
-def test_a_backward_pass_that_fails_leaves_nothing() -> None:
+def test_a_gradient_on_its_way_is_not_overwritten() -> None:
+    with offered(True):
+        case = Case(SelfCommunicator(), {}, "flat")
+        case.step()
+        blocks = [bucket for bucket in case.sharded.buckets if bucket.name.startswith("blocks")]
+        other = next(bucket for bucket in blocks[:3] if bucket.reduction.pack is blocks[3].reduction.pack)
+        # The parameter's own hook runs before the gradient is the parameter's.
+        case.model.blocks[3].down.weight.register_hook(lambda _: case.sharded.reduce(other.name))
+        with pytest.raises(PluginError, match=r"'blocks.3'.*sharder.placed=false"):
+            case.loss().backward()
+        case.sharded.zero_gradients()
+
+
+def test_gradients_that_are_handed_out_are_nobody_elses() -> None:
+    def gradients_of(places: bool) -> list[list[float]]:
+        with offered(places):
+            case = Case(SelfCommunicator(), {}, "flat")
+            case.step()
+            case.step()
+            wanted = [block.up.weight for block in case.model.blocks]
+            found = torch.autograd.grad(case.loss(), wanted)
+            case.sharded.finish_gradients()
+            return [gradient.flatten().tolist() for gradient in found]
+
+    assert gradients_of(True) == gradients_of(False)
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_block_that_calls_another_is_left_out(calls: bool) -> None:
+    def steps(places: bool) -> tuple[list[dict[str, Any]], int, set[str]]:
+        with offered(places) as taken:
+            case = Case(SelfCommunicator(), {"greedy": True, "reshard": "never", "skip": 1}, "flat")
+            case.model.blocks[3].inner = [case.model.blocks[1]] if calls else []
+            return [case.step() for _ in range(3)], taken[0], {bucket.name for bucket in case.sharded._placing._reads}
+
+    (wanted, none, _), (found, taken, left) = steps(False), steps(True)
+    assert found == wanted and none == 0 and taken > 0
+    assert left == {f"blocks.{number}" for number in range(DEPTH) if number != 3 or not calls}
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_backward_pass_that_fails_leaves_nothing(clears: bool) -> None:
     class Stop(Exception):
         pass
 
     def stop(_: Tensor) -> None:
         raise Stop
 
-    def steps(fails: bool) -> list[dict[str, Any]]:
-        case = Case(SelfCommunicator(), {}, "flat")
-        found = [case.step()]
-        if fails:
-            handle = case.model.blocks[2].up.weight.register_hook(stop)
-            with pytest.raises(Stop):
-                case.loss().backward()
-            handle.remove()
-            case.sharded.zero_gradients()
-        return [*found, case.step(), case.step()]
+    def steps(fails: bool, places: bool) -> list[dict[str, Any]]:
+        with offered(places) as taken:
+            case = Case(SelfCommunicator(), {}, "flat")
+            found = [case.step()]
+            if fails:
+                handle = case.model.blocks[2].up.weight.register_hook(stop)
+                with pytest.raises(Stop):
+                    case.loss().backward()
+                handle.remove()
+                if clears:
+                    case.sharded.zero_gradients()
+            found += [case.step(), case.step()]
+            assert bool(taken[0]) is places
+            return found
 
-    with offered(True) as taken:
-        assert steps(True) == steps(False)
-        assert taken[0]
+    assert steps(True, True) == steps(True, False)
+    if clears:
+        assert steps(True, True) == steps(False, True)

@@ -567,8 +567,8 @@ def placed() -> list[Any]:
     world, found = join(), []
     taken, take = [0], gradients.take
 
-    def counted_take(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        place = take(weight, dtype)
+    def counted_take(weight: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        place = take(weight, shape, dtype)
         taken[0] += place is not None
         return place
 

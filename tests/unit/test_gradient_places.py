@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from intarsia.ops import gradients
 from intarsia_kernels.linear import onednn, placed
-from intarsia_kernels.linear.weights import scaled_gradient
 from torch import Tensor, nn
 
 Linear = Callable[..., Tensor]
@@ -43,7 +42,7 @@ def places_of(model: Two) -> tuple[Tensor, list[Tensor]]:
     pack = torch.full((128 + 36 + 4,), 7.0, dtype=model.first.dtype)
     views = [pack[64:100].view(6, 6), pack[128:164].view(6, 6)]
     for weight, view in zip(model.parameters(), views, strict=True):
-        gradients.offer(weight, view)
+        gradients.offer(weight, gradients.Place(view))
     return pack, views
 
 
@@ -66,15 +65,9 @@ def test_gradients_lie_in_their_places_with_the_bits_of_torch(dtype: torch.dtype
     assert all(map(torch.equal, results, expected))
     assert all(map(lies_in, results, views))
     assert pack[[0, 63, 100, 127, 164, 167]].eq(7).all()
-    assert not gradients._places
 
 
-@pytest.mark.parametrize("linear", [placed.linear, onednn.linear])
-def test_compiled_gradients_lie_in_their_places(linear: Linear) -> None:
-    if linear is onednn.linear and not torch.backends.mkldnn.is_available():
-        linear = placed.linear
-    model = Two(linear)
-    run = torch.compile(model.forward, fullgraph=linear is placed.linear) if linear is placed.linear else model.forward
+def again_and_again(model: Two, run: Callable[[Tensor], Tensor]) -> None:
     expected = found(Two(F.linear))
     for _ in range(2):
         for weight in model.parameters():
@@ -83,6 +76,17 @@ def test_compiled_gradients_lie_in_their_places(linear: Linear) -> None:
         results = found(model, run)
         assert all(map(lies_in, results, views))
         torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_gradients_lie_in_their_places() -> None:
+    model = Two(placed.linear)
+    again_and_again(model, torch.compile(model.forward, fullgraph=True))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+def test_gradients_of_onednn_lie_in_their_places() -> None:
+    model = Two(onednn.linear)
+    again_and_again(model, model)
 
 
 def test_a_weight_that_is_used_twice_has_the_sum_of_its_gradients() -> None:
@@ -98,49 +102,64 @@ def test_gradients_are_added_to_what_is_there() -> None:
     plain, model = Two(F.linear), Two(placed.linear)
     _, views = places_of(model)
     found(model)
-    _, again = places_of(model)  # Of a pass that adds: its own results are not what is left.
+    for weight in model.parameters():
+        gradients.withdraw(weight)
     results = found(model)
     found(plain)
     assert all(map(torch.equal, results, found(plain)))
-    assert all(map(lies_in, results, views)) or not any(map(lies_in, results, again))
+    assert all(map(lies_in, results, views))
 
 
-def test_no_place_is_taken_where_none_fits() -> None:
+@pytest.mark.parametrize(
+    "place",
+    [
+        gradients.Place(torch.zeros(6, 6, dtype=torch.bfloat16)),
+        gradients.Place(torch.zeros(4, 6)),
+        gradients.Place(),
+    ],
+    ids=["another dtype", "another shape", "only counted"],
+)
+def test_no_place_is_taken_that_does_not_fit(place: gradients.Place) -> None:
     model = Two(placed.linear)
-    gradients.offer(model.first, torch.empty(6, 6, dtype=torch.bfloat16))  # Another dtype than the gradient has.
-    view = torch.zeros(6, 6)
-    gradients.offer(model.second, view)
-    gradients.withdraw(model.second)
-    unaligned = torch.zeros(64)[1:37].view(6, 6)
-    gradients.offer(model.second, unaligned)
+    gradients.offer(model.first, place)
     assert all(map(torch.equal, found(model), found(Two(F.linear))))
-    assert view.eq(0).all() and unaligned.eq(0).all()
+    assert place.takes == 1 and (place.tensor is None or place.tensor.eq(0).all())
+
+
+def test_no_place_is_taken_that_was_withdrawn() -> None:
+    model, place = Two(placed.linear), gradients.Place(torch.zeros(6, 6))
+    gradients.offer(model.first, place)
+    gradients.withdraw(model.first)
+    assert all(map(torch.equal, found(model), found(Two(F.linear))))
+    assert place.takes == 0 and place.tensor is not None and place.tensor.eq(0).all()
 
 
 def test_a_gradient_that_is_itself_differentiated_is_a_tensor_of_its_own() -> None:
-    def twice(model: Two) -> list[Tensor]:
-        x = torch.ones(3, 6)
-        first = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
+    def twice(model: Two, views: list[Tensor]) -> list[Tensor]:
+        first = torch.autograd.grad(model(torch.ones(3, 6)).square().sum(), list(model.parameters()), create_graph=True)
+        assert all(view.eq(7).all() for view in views)
+        gradients._places.clear()
         return list(torch.autograd.grad(sum(each.square().sum() for each in first), list(model.parameters())))
 
     model = Two(placed.linear)
     _, views = places_of(model)
-    assert all(map(torch.equal, twice(model), twice(Two(F.linear))))
-    assert all(view.eq(7).all() for view in views) or not gradients._places
+    assert all(map(torch.equal, twice(model, views), twice(Two(F.linear), [])))
 
 
 def test_what_is_not_marked_costs_nothing() -> None:
     weight = nn.Parameter(torch.ones(4, 4))
-    y = placed.linear(torch.ones(2, 4), weight)
-    assert "Placed" not in type(y.grad_fn).__name__ and "_Linear" not in type(y.grad_fn).__name__
+    assert "_Placed" not in type(placed.linear(torch.ones(2, 4), weight).grad_fn).__name__
+    gradients.mark(weight)
+    assert "_Placed" in type(placed.linear(torch.ones(2, 4), weight).grad_fn).__name__
+    assert placed.linear(torch.ones(2, 4), weight.detach()).grad_fn is None
 
 
-def test_a_scaled_sum_goes_to_its_place() -> None:
-    weight, total = torch.zeros(4, 3, dtype=torch.bfloat16), torch.randn(4, 3)
-    view = torch.zeros(12, dtype=torch.bfloat16).view(4, 3)
-    scale = torch.tensor(0.25)
-    with torch.no_grad():
-        expected = scaled_gradient(total, scale, weight)
-        gradients.offer(weight, view)
-        result = scaled_gradient(total, scale, weight)
-    assert lies_in(result, view) and torch.equal(view, expected) and torch.equal(expected, (total * scale).bfloat16())
+def test_autocast_and_transforms_of_functions_go_as_they_do_with_torch() -> None:
+    model, plain = Two(placed.linear), Two(F.linear)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, found(model), found(plain)))
+    x, weight = torch.ones(2, 3, 4), nn.Parameter(torch.eye(4))
+    gradients.mark(weight)
+    for linear in (placed.linear, F.linear):
+        got = torch.func.grad(lambda w, linear=linear: linear(x, w).square().sum())(weight)
+        torch.testing.assert_close(got, torch.full((4, 4), 12.0))

@@ -7,13 +7,26 @@ computed for the same weight afterwards is a tensor of its own, which autograd a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes. Libraries choose other routines, of other bits, where a result begins elsewhere."""
+"""Bytes of a place's address. Libraries choose other routines, of other bits, where a result begins elsewhere."""
 _MARK = "_intarsia_placed"
-_places: dict[int, Tensor] = {}
+
+
+class Place:
+    """A place of a gradient's shape and dtype, or none yet: then it is only counted how often somebody asks. Stability: provisional."""
+
+    __slots__ = ("takes", "tensor")
+
+    def __init__(self, tensor: Tensor | None = None) -> None:
+        self.tensor, self.takes = tensor, 0
+
+
+_places: dict[int, Place] = {}
 
 
 def mark(weight: Tensor) -> None:
@@ -26,24 +39,25 @@ def is_marked(weight: Tensor) -> bool:
     return getattr(weight, _MARK, False)
 
 
-def offer(weight: Tensor, place: Tensor) -> bool:
-    """A place of the gradient's shape and dtype, for what is computed next. `weight` is what products read, known by its address: of a float8 layer the payload. False for one that is not aligned, which nobody takes. Stability: provisional."""
-    if place.data_ptr() % ALIGNMENT:
-        return False
+def offer(weight: Tensor, place: Place) -> None:
+    """A place for what is computed next. `weight` is what products read, known by its address: of a float8 layer the payload. Stability: provisional."""
+    place.takes = 0
     _places[weight.data_ptr()] = place
-    return True
 
 
-def withdraw(weight: Tensor) -> bool:
-    """The place is not to be taken any more. Whether it was still there. Stability: provisional."""
-    return _places.pop(weight.data_ptr(), None) is not None
+def withdraw(weight: Tensor) -> None:
+    """Nobody takes the place any more. Stability: provisional."""
+    _places.pop(weight.data_ptr(), None)
 
 
-def take(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The place offered for a gradient of `dtype`, or None. Whoever takes it writes all of it, and hands it on as the gradient. Stability: provisional."""
+def take(weight: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    """The place offered for a gradient, or None. Whoever takes it writes all of it, and hands it on as the gradient. Stability: provisional."""
     place = _places.get(weight.data_ptr()) if _places else None
-    if place is None or place.dtype != dtype:
+    if place is None:
         return None
-    withdraw(weight)
+    place.takes += 1
+    tensor = place.tensor
+    if place.takes > 1 or tensor is None or tensor.dtype != dtype or tensor.shape != shape:
+        return None
     # Autograd keeps a gradient as it is where nobody else holds the tensor itself.
-    return place.detach()
+    return tensor.detach()

@@ -12,11 +12,14 @@ from torch import Tensor
 from intarsia_kernels.linear.weights import weight_gradient
 
 
-class _Linear(torch.autograd.Function):
+class _Placed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_NI, weight_OI)
+    def forward(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x_NI, weight_OI, bias_O)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -30,7 +33,9 @@ class _Linear(torch.autograd.Function):
 
 def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """`x @ weight^T + bias`, as `intarsia.ops.linear`."""
-    if x_NI.dim() > 1 and gradients.is_marked(weight_OI) and weight_OI.requires_grad and torch.is_grad_enabled():
-        y_NO: Tensor = _Linear.apply(x_NI, weight_OI, bias_O)
+    wanted = gradients.is_marked(weight_OI) and weight_OI.requires_grad and torch.is_grad_enabled()
+    # Under autocast torch multiplies in another dtype than what is saved here has.
+    if wanted and x_NI.dim() > 1 and x_NI.dtype == weight_OI.dtype and not torch.is_autocast_enabled(x_NI.device.type):
+        y_NO: Tensor = _Placed.apply(x_NI, weight_OI, bias_O)
         return y_NO
     return F.linear(x_NI, weight_OI, bias_O)

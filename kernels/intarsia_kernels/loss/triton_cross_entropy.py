@@ -14,8 +14,6 @@ import triton.language as tl
 from intarsia.contracts import IGNORE
 from torch import Tensor
 
-from intarsia_kernels.linear.weights import scaled_gradient
-
 BLOCK = 8192
 """Columns that a program holds at once."""
 
@@ -124,17 +122,22 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1], output[2], inputs[1])
-    ctx.needs = inputs[5:7]
+    ctx.save_for_backward(output[1], output[2])
+    ctx.weight_dtype, ctx.needs = inputs[1].dtype, inputs[5:7]
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, scale: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_hidden_ND, grad_weight_VD, weight_VD = ctx.saved_tensors
+    grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
     needs_hidden, needs_weight = ctx.needs
-    hidden = torch.mul(grad_hidden_ND, scale, out=torch.empty_like(grad_hidden_ND)) if needs_hidden and scale is not None else None
-    weight = scaled_gradient(grad_weight_VD, scale, weight_VD) if needs_weight and scale is not None else None
+    hidden = _scaled(grad_hidden_ND, scale, grad_hidden_ND.dtype) if needs_hidden and scale is not None else None
+    weight = _scaled(grad_weight_VD, scale, ctx.weight_dtype) if needs_weight and scale is not None else None
     return hidden, weight, *(None,) * 5
+
+
+def _scaled(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """tensor * scale in `dtype`, multiplied in float32, in one pass over memory."""
+    return torch.mul(tensor, scale, out=torch.empty_like(tensor, dtype=dtype))
 
 
 cross_entropy_forward.register_autograd(_gradients, setup_context=_setup)

@@ -257,6 +257,9 @@ class Bucket:
                 slot.freed.wait(lanes.gather)
                 slot.dirty = False
             for pack in slot.packs:
+                if pack.holder is not None:
+                    pack.holder.retreat()
+                    lanes.follow_compute()
                 if pack.dirty:
                     pack.read.wait(lanes.gather)
                 elif pack.user is not None:

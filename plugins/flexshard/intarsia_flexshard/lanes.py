@@ -50,6 +50,11 @@ class Lanes:
         if self.on_device:
             self.compute = torch.cuda.current_stream()
 
+    def follow_compute(self) -> None:
+        """What is gathered from now on comes after what was computed so far."""
+        if self.on_device:
+            self.gather.wait_stream(self.compute)
+
     def fork(self) -> None:
         """What is gathered and reduced from now on comes after what was computed so far."""
         if self.on_device:

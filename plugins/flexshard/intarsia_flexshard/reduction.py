@@ -18,7 +18,7 @@ import torch
 from intarsia.comm import Communicator, add_parts
 from intarsia.errors import PluginError
 from intarsia.layout import slices
-from intarsia.ops import gradients as places
+from intarsia.ops.gradients import ALIGNMENT, Place, offer, withdraw
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
@@ -160,8 +160,11 @@ class Reduction:
         self._running: Any = None
         self._kept: tuple[Any, ...] = ()
         self.is_waiting = False
-        # By parameter what products read of it, and its place in the pack.
-        self._offered: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        # By member a place in the pack, where its gradient can have one, and whether one product asks for it. What is offered: member, what products read of it, place.
+        can = [start is not None and not self._is_bare and not host for start in geometry.starts]
+        self._places: list[Place | None] = [Place() if each else None for each in can]
+        self._are_asked_for = [False] * len(self.parameters)
+        self._offered: list[tuple[int, Tensor, Place]] = []
         self._then: Callable[[Sums | None], None] | None = None
         self._hands_on = False
 
@@ -186,44 +189,67 @@ class Reduction:
     # ------------------------------------------------------------ places in the pack
 
     def placeable(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are packed as they are, in one piece."""
-        if self._is_bare:
-            return []
-        return [parameter for parameter, start in zip(self.parameters, self.geometry.starts, strict=True) if start is not None]
+        """The parameters whose gradients may be written where they are packed."""
+        return [parameter for parameter, place in zip(self.parameters, self._places, strict=True) if place is not None]
 
     def offer(self, reads: Sequence[Tensor]) -> None:
         """Gradients may be written where they are packed, until `start`, which comes before any other bucket's. `reads` is what products read of each parameter.
 
-        Not before the first step has laid out the pack, nor where the host would have to wait for it: packing copies then.
+        First it is only counted who asks: a place is for a gradient for which one product asks, once. Where the pack is not laid out yet, or the host would have to wait for it, packing copies.
         """
-        pack, plan = self.pack, self._plans.get(self.narrow)
-        if pack is None or plan is None or pack.holder is not None or self._is_accumulating:
+        if self._is_accumulating or self._offered:
             return
+        plan = self._plans.get(self.narrow)
+        holds = plan is not None and any(self._are_asked_for) and self._hold()
+        for member, (parameter, read, place) in enumerate(zip(self.parameters, reads, self._places, strict=True)):
+            if place is None or parameter.grad is not None:
+                continue
+            view = plan.targets[member].views[0] if plan is not None and holds and self._are_asked_for[member] else None
+            place.tensor = view if view is not None and view.data_ptr() % ALIGNMENT == 0 else None
+            offer(read, place)
+            self._offered.append((member, read, place))
+
+    def _hold(self) -> bool:
+        """Whether the pack is this bucket's from now on."""
+        pack = self.pack
+        if pack is None or pack.holder is not None:
+            return False
         if not self._lanes.on_device and any(user is not None and user.is_waiting for user in (pack.user, self)):
-            return
+            return False
         if not pack.claim():
-            return
+            return False
         self.complete()
         self._follow(pack)
         pack.holder = self
-        for parameter, read, target in zip(self.parameters, reads, plan.targets, strict=True):
-            if target.boxes is None and parameter.grad is None and places.offer(read, target.views[0]):
-                self._offered.append((parameter, read, target.views[0]))
+        return True
+
+    def _withdraw(self, learns: bool = False) -> list[tuple[nn.Parameter, Tensor]]:
+        """Nobody takes places any more; those that were taken. With `learns` backward has come to its end here, and who asked for places is known."""
+        taken = []
+        for member, read, place in self._offered:
+            withdraw(read)
+            parameter = self.parameters[member]
+            if place.takes and place.tensor is not None:
+                taken.append((parameter, place.tensor))
+            if learns and not self._are_asked_for[member]:
+                self._are_asked_for[member] = place.takes == 1
+                if place.takes > 1 or (not place.takes and parameter.grad is not None):
+                    self._places[member] = None
+        self._offered = []
+        return taken
 
     def retreat(self, strict: bool = True) -> None:
         """Take what lies in the pack out of it. PluginError, if `strict`, where somebody has taken a place and its gradient has not arrived: it would be overwritten."""
-        offered, self._offered = self._offered, []
+        taken = self._withdraw()
         if self.pack is not None and self.pack.holder is self:
             self.pack.holder = None
-        for parameter, read, place in offered:
-            was_taken = not places.withdraw(read)
-            if parameter.grad is None:
-                if was_taken and strict:
-                    raise PluginError(
-                        f"Bucket {self.name!r}: another bucket is reduced while a gradient of this one is being summed in memory that both use. Put modules whose calls "
-                        "overlap into one bucket (sharder.buckets), or set sharder.placed=false."
-                    )
-            elif parameter.grad.data_ptr() == place.data_ptr():
+        for parameter, place in taken:
+            if parameter.grad is None and strict:
+                raise PluginError(
+                    f"Bucket {self.name!r}: its memory is needed for another bucket while one of its gradients is on the way there. Put modules whose calls overlap into one bucket "
+                    "(sharder.buckets), or set sharder.placed=false."
+                )
+            if parameter.grad is not None and parameter.grad.data_ptr() == place.data_ptr():
                 parameter.grad = parameter.grad.clone()
 
     # ------------------------------------------------------------ a step
@@ -253,6 +279,8 @@ class Reduction:
         `is_wide`: micro-batches were accumulated in this step (the same on all ranks). `then` runs behind the sum with the masters' `.grad` in place, which are dropped afterwards. With `takes_sums` it may instead
         be given what was to be added, and nothing is.
         """
+        if self.pack is not None and self.pack.holder not in (None, self):
+            self.pack.holder.retreat()  # type: ignore[union-attr]
         dtype = self.wide if is_wide else self.narrow
         lanes, gradients = self._lanes, self._gather_up(is_wide)
         bare = gradients[0] if self._is_bare else None
@@ -303,9 +331,8 @@ class Reduction:
             self.retreat()
             if self.narrow != self.wide:
                 self.accumulate()
-        for _, read, _ in self._offered:
-            places.withdraw(read)
-        self._offered = []
+        if self._offered:
+            self._withdraw(learns=True)
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -319,8 +346,6 @@ class Reduction:
         pack = self.pack
         if pack is not None and pack.holder is self:
             return pack
-        if pack is not None and pack.holder is not None:
-            pack.holder.retreat()
         if pack is None or not (dtype in self._plans or self._fits(pack, dtype)) or not pack.claim():
             pack = self.use(self.fresh_pack(*self._sizes(dtype)))
         self._follow(pack)
@@ -369,7 +394,9 @@ class Reduction:
     def forget(self) -> None:
         """Drop all gradients."""
         self.complete()
-        self.retreat(False)
+        self._withdraw()
+        if self.pack is not None and self.pack.holder is self:
+            self.pack.holder = None
         self._total, self._given = None, []
         self._accumulated, self._is_accumulating = [None] * len(self.parameters), False
         for parameter in (*self.masters, *self.parameters):

@@ -557,7 +557,7 @@ class FlexShardModel:
             bucket.entered = True
             bucket.settle()
             self.gathers.prefetch(bucket.backward)
-        self._placing.enter(bucket, self._any_unsynced)
+        self._placing.enter(call, self._any_unsynced)
 
     def _leave_known(self, known: weakref.ref[Call], gradient: Any = None) -> None:
         """All gradients of a call's inputs are known, or its one input's `gradient`."""
