@@ -30,6 +30,8 @@ def test_what_weighs_in_a_sample_is_counted() -> None:
     sample = Sample("0/0", 0, 0, "train/0", (segment,), (Turn("tool", "y" * 1000),))
     assert 1600 + 12 * NUMBER_BYTES <= size_of(sample) < 1600 + 60 * NUMBER_BYTES
     assert size_of({"a": ["b" * 100, {"c": b"d" * 100}]}) == 202
+    assert size_of([1, "b" * 100, (2.0, bytearray(100))]) == 200 + 2 * NUMBER_BYTES, "what stands behind a number"
+    assert size_of([1, 2.0, True]) == 3 * NUMBER_BYTES
 
 
 def test_tasks_that_carry_much_come_in_more_pages(monkeypatch: pytest.MonkeyPatch) -> None:

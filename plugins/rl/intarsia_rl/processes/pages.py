@@ -13,16 +13,18 @@ PAGE_BYTES = 8 << 20
 
 NUMBER_BYTES = 24
 """Of a number, as JSON."""
+NUMBERS = {int, float, bool}
 
 
 def size_of(value: Any) -> int:
     """About the bytes of a value in a message: of text one for each character."""
-    if isinstance(value, str | bytes):
+    if isinstance(value, str | bytes | bytearray | memoryview):
         return len(value)
     if isinstance(value, Mapping):
         return sum(size_of(key) + size_of(item) for key, item in value.items())
     if isinstance(value, list | tuple):
-        if value and isinstance(value[0], int | float):
+        # Tokens by the hundred thousand are counted at once; a number before text says nothing of the text.
+        if value and isinstance(value[0], int | float) and set(map(type, value)) <= NUMBERS:
             return NUMBER_BYTES * len(value)
         return sum(map(size_of, value))
     if dataclasses.is_dataclass(value):
