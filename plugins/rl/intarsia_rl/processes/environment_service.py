@@ -143,13 +143,13 @@ class EnvironmentService:
         group = [tuple(turns) for turns in episodes]
         calls = [guard("scorer", f"rubric {rubric.name!r}", rubric.score(task, group)) for rubric in self._rubrics.values()]
         values: dict[str, list[float]] = {}
-        for name, scores in zip(self._rubrics, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+        for title, scores in zip(self._rubrics, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(scores, BaseException):
                 raise scores
             if not isinstance(scores, Sequence) or len(scores) != len(group):
-                text = f"rubric {name!r} gave {scores!r} for {len(group)} episodes: it gives one finite number for each"
+                text = f"rubric {title!r} gave {scores!r} for {len(group)} episodes: it gives one finite number for each"
                 raise EnvironmentFailure("scorer", text[:2000])
-            values[name] = [float(score) if is_number(score) else math.nan for score in scores]
+            values[title] = [float(score) if is_number(score) else math.nan for score in scores]
         return values, {name: float(rubric.weight) for name, rubric in self._rubrics.items()}
 
     async def close(self) -> None:
