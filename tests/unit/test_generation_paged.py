@@ -65,6 +65,13 @@ def test_single_tokens_of_which_the_host_knows_nothing() -> None:
     assert torch.equal(paged_attention(made.q, made.keys, made.values, counted, scale=0.4, window=6), known)
 
 
+@pytest.mark.parametrize("requests", [0, 2])
+def test_where_nobody_has_new_tokens_nothing_comes_back(requests: int) -> None:
+    keys, values = normal(4, 4, 2, 8, seed=1), normal(4, 4, 2, 6, seed=2)
+    where = paged([[1, 2]] * requests, [0] * requests, [5] * requests, 4)
+    assert paged_attention(torch.empty(0, 4, 8), keys, values, where, scale=1.0).shape == (0, 4, 6)
+
+
 def test_lists_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match="Request 1 has 9 entries, and 2 blocks of 4 hold 8"):
         paged([[1], [2, 3]], [1, 1], [0, 8], 4)

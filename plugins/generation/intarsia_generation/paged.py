@@ -111,7 +111,7 @@ def reference(
             mask = {"positions_q_BS": group.positions_RS, "positions_k_BT": positions_RT}
         out.append(ops.attention(q_RSHD, k_RTKD, v_RTKD, **settings, **mask).flatten(0, 1))
         end = group.last
-    if end < q_NHD.shape[0]:
+    if end < q_NHD.shape[0] or not out:
         out.append(q_NHD.new_zeros(q_NHD.shape[0] - end, q_NHD.shape[1], values.shape[-1]))
     return out[0] if len(out) == 1 else torch.cat(out)
 
