@@ -20,10 +20,10 @@ _MARK = "_intarsia_placed"
 class Place:
     """A place of a gradient's shape and dtype, or none yet: then it is only counted how often somebody asks. Stability: provisional."""
 
-    __slots__ = ("takes", "tensor")
+    __slots__ = ("is_taken", "takes", "tensor")
 
     def __init__(self, tensor: Tensor | None = None) -> None:
-        self.tensor, self.takes = tensor, 0
+        self.tensor, self.takes, self.is_taken = tensor, 0, False
 
 
 _places: dict[int, Place] = {}
@@ -41,7 +41,7 @@ def is_marked(weight: Tensor) -> bool:
 
 def offer(weight: Tensor, place: Place) -> None:
     """A place for what is computed next. `weight` is what products read, known by its address: of a float8 layer the payload. Stability: provisional."""
-    place.takes = 0
+    place.takes, place.is_taken = 0, False
     _places[weight.data_ptr()] = place
 
 
@@ -59,5 +59,6 @@ def take(weight: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | N
     tensor = place.tensor
     if place.takes > 1 or tensor is None or tensor.dtype != dtype or tensor.shape != shape:
         return None
+    place.is_taken = True
     # Autograd keeps a gradient as it is where nobody else holds the tensor itself.
     return tensor.detach()

@@ -51,20 +51,23 @@ class Placing:
         # Numbers are given to calls as they begin and end: another bucket may be reduced while backward is inside of this one.
         if not found or call.end > call.number + 1:
             del self._reads[bucket]
-        elif self._accumulates(found[0]):
+        elif self._accumulates(found):
             reads = bucket.payload.reads
             reduction.offer([reads[member] for member in members])
             self._offering.add(reduction)
 
-    def _accumulates(self, parameter: nn.Parameter) -> bool:
-        """Whether this backward pass adds to parameters' `.grad`. `torch.autograd.grad` hands gradients out, and whoever has them may keep them."""
+    def _accumulates(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether this backward pass adds to the `.grad` of some of these. `torch.autograd.grad` hands gradients out, and whoever has them may keep them."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task = task
             try:
-                self._is_plain = bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node))
+                nodes = (torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters)
+                if not any(map(torch._C._will_engine_execute_node, nodes)):
+                    return False  # Nothing of this bucket is computed: another one may tell.
+                self._is_plain = True
             except RuntimeError:  # What torch says of a parameter whose gradient is handed out.
                 self._is_plain = False
+            self._task = task
         return self._is_plain
 
     def begin_pass(self) -> None:

@@ -229,12 +229,12 @@ class Reduction:
         for member, read, place in self._offered:
             withdraw(read)
             parameter = self.parameters[member]
-            if place.takes and place.tensor is not None:
+            if place.is_taken and place.tensor is not None:
                 taken.append((parameter, place.tensor))
-            if learns and not self._are_asked_for[member]:
-                self._are_asked_for[member] = place.takes == 1
-                if place.takes > 1 or (not place.takes and parameter.grad is not None):
-                    self._places[member] = None
+            if learns and place.takes == 1:
+                self._are_asked_for[member] = True
+            elif learns and (place.takes or parameter.grad is not None):
+                self._places[member] = None
         self._offered = []
         return taken
 
