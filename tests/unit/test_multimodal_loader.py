@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -26,6 +27,7 @@ from intarsia_multimodal.config import DrawnConfig, MediaJsonlConfig, Multimodal
 from intarsia_multimodal.contracts import MediaError, check_model
 from intarsia_multimodal.loader import MultimodalLoader
 from intarsia_multimodal.loader import build as entry
+from intarsia_multimodal.making import RowMaker
 from intarsia_multimodal.patches import PatchProcessor
 from intarsia_multimodal.pool import COMMAND
 
@@ -696,6 +698,27 @@ def test_a_worker_that_hangs_is_told_and_jobs_wait_in_a_bounded_queue(tmp_path):
     with pytest.raises(PluginError, match=r"has not answered for 0.2 s; it had documents .*Raise data.loader.worker_timeout_s"):
         loader.next_step()
     loader.close()
+
+
+def test_a_worker_that_hangs_within_its_answer_is_told_too():
+    """Wherever it stops: before the length, within the head, between arrays, within one."""
+    row = RowMaker([], [], PatchProcessor(SMALL, tokenizer()), 32, 0, None, "stop").make([])
+    reading, writing = os.pipe()
+    wire.send(writing, {"a": 1}, row)
+    whole = os.read(reading, 1 << 16)
+    for size in (1, 8, 20, len(whole) - 32 * 8, len(whole) - 1):
+        os.write(writing, whole[:size])
+        with pytest.raises(TimeoutError):
+            wire.receive(reading, 0.01)
+        os.set_blocking(reading, False)  # what is left of it
+        with contextlib.suppress(BlockingIOError):
+            os.read(reading, 1 << 16)
+        os.set_blocking(reading, True)
+    os.write(writing, whole)
+    message, found = wire.receive(reading, 1e12)  # longer than the system knows how to wait
+    assert message == {"a": 1} and found.lengths == row.lengths and (found.tokens_S == row.tokens_S).all()
+    for descriptor in (reading, writing):
+        os.close(descriptor)
 
 
 def test_workers_end_with_who_started_them(tmp_path):

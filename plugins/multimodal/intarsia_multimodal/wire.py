@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
+import select
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +15,8 @@ from intarsia_multimodal.making import Row
 ARRAYS = ("tokens_S", "labels_S", "visual_S", "positions_3S", "padding_S", "patches_NC")
 LENGTH_BYTES = 8
 DTYPES = ("int64", "float32", "bool")
+MOST_MS = (1 << 31) - 1
+"""The longest that the system waits at once."""
 
 
 def send(descriptor: int, message: Mapping[str, Any], row: Row | None = None) -> None:
@@ -31,20 +33,15 @@ def send(descriptor: int, message: Mapping[str, Any], row: Row | None = None) ->
 
 
 def receive(descriptor: int, timeout_s: float | None = None) -> tuple[dict[str, Any], Row | None]:
-    """The next message. Errors: EOFError at the end, TimeoutError where its beginning does not come within `timeout_s`."""
-    if timeout_s is not None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(descriptor, selectors.EVENT_READ)
-            if not selector.select(timeout_s):
-                raise TimeoutError
-    message = json.loads(_read(descriptor, int.from_bytes(_read(descriptor, LENGTH_BYTES), "little")))
+    """The next message. Errors: EOFError at the end, TimeoutError where nothing comes for `timeout_s`, be it before it begins or within it."""
+    message = json.loads(_read(descriptor, int.from_bytes(_read(descriptor, LENGTH_BYTES, timeout_s), "little"), timeout_s))
     arrays: list[numpy.ndarray] = []
     for dtype, shape in message.pop("arrays"):
         if dtype not in DTYPES:
             raise ValueError(f"an array of dtype {dtype}")
         array = numpy.empty(shape, dtype)
         if array.size:
-            _fill(descriptor, array.data.cast("B"))
+            _fill(descriptor, array.data.cast("B"), timeout_s)
         arrays.append(array)
     facts = message.pop("row", None)
     if facts is None:
@@ -59,14 +56,18 @@ def _write(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _read(descriptor: int, count: int) -> bytes:
+def _read(descriptor: int, count: int, timeout_s: float | None) -> bytes:
     data = bytearray(count)
-    _fill(descriptor, memoryview(data))
+    _fill(descriptor, memoryview(data), timeout_s)
     return bytes(data)
 
 
-def _fill(descriptor: int, target: memoryview) -> None:
+def _fill(descriptor: int, target: memoryview, timeout_s: float | None) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
     while target:
+        if timeout_s is not None and not poll.poll(min(1000 * timeout_s, MOST_MS)):
+            raise TimeoutError
         count = os.readv(descriptor, [target])
         if not count:
             raise EOFError
