@@ -30,7 +30,7 @@ from intarsia_llama3 import recipes
 from intarsia_llama3.config import llama3
 from intarsia_rl.weights import digest
 from intarsia_rl.weights.build import build_model
-from intarsia_rl.weights.config import SharedMemoryConfig, SocketConfig
+from intarsia_rl.weights.config import CollectiveConfig, SharedMemoryConfig, SocketConfig
 from intarsia_rl.weights.fill import fill, own_tensors
 
 
@@ -107,7 +107,7 @@ def main() -> None:
 
     result: dict[str, Any] = {"bytes": moved, "copy": timed(chosen.repeats, copy), "digests": timed(chosen.repeats, digests)}
     with tempfile.TemporaryDirectory() as folder:
-        for config in (SharedMemoryConfig(), SocketConfig()):
+        for config in (SharedMemoryConfig(), SocketConfig(), CollectiveConfig()):
             name = current().entry_of(config).name
             found = measure(current().build(config, folder), parts, model, chosen.repeats)
             for work in ("publish", "fill"):

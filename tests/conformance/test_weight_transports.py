@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from intarsia_rl.contracts import WeightTransport, WeightVersion
-from intarsia_rl.weights.config import SharedMemoryConfig, SocketConfig
+from intarsia_rl.weights.config import CollectiveConfig, SharedMemoryConfig, SocketConfig
 from intarsia_rl.weights.shared_memory import SharedMemory
 from intarsia_testing import WeightTransportConformance
 
@@ -20,6 +20,18 @@ class TestSharedMemory(WeightTransportConformance):
 class TestSocket(WeightTransportConformance):
     entry = "socket"
     config = SocketConfig(attempts=1)
+
+
+class TestCollective(WeightTransportConformance):
+    entry = "collective"
+    config = CollectiveConfig(attempts=1, timeout_s=300.0)
+
+
+class TestCollectiveInPieces(WeightTransportConformance):
+    """Of a few bytes, which cut elements and begin anywhere."""
+
+    entry = "collective"
+    config = CollectiveConfig(attempts=1, timeout_s=300.0, piece_bytes=7)
 
 
 class Stale(SharedMemory):

@@ -1,4 +1,4 @@
-"""Weights of trainers of several processes, through both transports: version 0 is what a generator draws, the next one what the trainer computes with."""
+"""Weights of trainers of several processes, through every transport: version 0 is what a generator draws, the next one what the trainer computes with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def work(world: Communicator, folder: str, name: str, overrides: list[str]) -> d
     from _weights import build, change, gathered, recipe_of
     from intarsia import plugins
     from intarsia_rl.weights.build import build_model, fill_initial
-    from intarsia_rl.weights.config import SharedMemoryConfig, SocketConfig
+    from intarsia_rl.weights.config import CollectiveConfig, SharedMemoryConfig, SocketConfig
     from intarsia_rl.weights.fill import fill, own_tensors
 
     resolved, loaded = recipe_of(name, *overrides), plugins.current()
@@ -25,7 +25,9 @@ def work(world: Communicator, folder: str, name: str, overrides: list[str]) -> d
     run = build(resolved, world)
     drawn, taken = (build_model(recipe, loaded, "cpu", recipe.precision.compute) for _ in range(2))
     fill_initial(drawn, recipe, loaded)
-    transports = [loaded.build(config, folder) for config in (SharedMemoryConfig(folder=folder), SocketConfig())]
+    transports = [
+        loaded.build(config, folder) for config in (SharedMemoryConfig(folder=folder), SocketConfig(), CollectiveConfig(timeout_s=300.0))
+    ]
     found: dict[str, Any] = {"digests": []}
     for transport in transports:
         version = transport.publish(0, run.parts)
@@ -60,5 +62,6 @@ def work(world: Communicator, folder: str, name: str, overrides: list[str]) -> d
 def test_processes(tmp_path: Any, ranks: int, name: str, overrides: list[str]) -> None:
     first, *others = spawn(work, ranks, str(tmp_path), name, overrides)
     assert first["drawn"] == [] and first["computed"] == []
-    assert first["digests"][0] == first["digests"][1] and len(first["digests"][0]) > 30
+    one, *rest = first["digests"]
+    assert rest == [one, one] and len(one) > 30
     assert all(other == {"digests": []} for other in others)

@@ -1,4 +1,4 @@
-"""Weights of a trainer on a GPU: digests are those of the same bytes on a CPU, and generators on CPU and GPU take them through both transports."""
+"""Weights of a trainer on a GPU: digests are those of the same bytes on a CPU, and generators on CPU and GPU take them through every transport (`collective` over gloo: trainer and generator share the GPU)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from intarsia.layout import slices
 from intarsia_rl.bases import WeightTransportConfig
 from intarsia_rl.weights import digest
 from intarsia_rl.weights.build import build_model, fill_initial
-from intarsia_rl.weights.config import SharedMemoryConfig, SocketConfig
+from intarsia_rl.weights.config import CollectiveConfig, SharedMemoryConfig, SocketConfig
 from intarsia_rl.weights.fill import fill, own_tensors
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,9 @@ def test_digests_are_the_cpus(shape: tuple[int, ...], dtype: torch.dtype) -> Non
         assert torch.equal(digest.partial(tensor.cuda()[slices(box)], shape, box).cpu(), expected)
 
 
-@pytest.mark.parametrize("config", [SharedMemoryConfig(), SocketConfig()], ids=["shared_memory", "socket"])
+@pytest.mark.parametrize(
+    "config", [SharedMemoryConfig(), SocketConfig(), CollectiveConfig()], ids=["shared_memory", "socket", "collective"]
+)
 @pytest.mark.parametrize("master", ["float32", "split"])
 def test_a_push_from_a_gpu(tmp_path: Path, config: WeightTransportConfig, master: str) -> None:
     resolved = recipe_of("deepseek_v3/debug", "precision.compute=bfloat16", f"sharder.master={master}")

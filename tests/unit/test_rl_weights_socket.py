@@ -13,9 +13,11 @@ import pytest
 import torch
 from intarsia.comm import Communicator, SelfCommunicator
 from intarsia.errors import DistributedError, UsageError
-from intarsia_rl.weights import socket as transport_module
+from intarsia_rl.weights import reading as sources
+from intarsia_rl.weights import serving
 from intarsia_rl.weights.config import SocketConfig
-from intarsia_rl.weights.socket import Socket, own_address, read
+from intarsia_rl.weights.serving import own_address
+from intarsia_rl.weights.socket import Socket, read
 from intarsia_testing.communicator import run_ranks
 from intarsia_testing.weight_transport import SHAPES, Trainer, published
 
@@ -119,7 +121,7 @@ def test_nonsense_harms_nobody(transport: Socket) -> None:
 
 def test_a_version_that_is_being_read_is_read_to_its_end(transport: Socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one answer; between two the reader is told that the version is gone."""
-    monkeypatch.setattr(transport_module, "BATCH_BYTES", 1)
+    monkeypatch.setattr(sources, "BATCH_BYTES", 1)
     trainer = Trainer(SelfCommunicator())
     location = publish(transport, trainer, 0)
     reading = read(location, list(SHAPES))
@@ -153,7 +155,7 @@ def test_versions_that_nobody_retires(transport: Socket) -> None:
 
 
 def test_small_batches_and_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_module, "BATCH_BYTES", 40)
+    monkeypatch.setattr(sources, "BATCH_BYTES", 40)
 
     def rank(world: Communicator) -> None:
         transport = Socket(SocketConfig(), tmp_path)
@@ -178,7 +180,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 def test_one_rank_that_cannot_listen_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has an address that is not this machine's."""
     places = iter(["127.0.0.1", "192.0.2.1"])
-    monkeypatch.setattr(transport_module, "own_address", lambda: next(places))
+    monkeypatch.setattr(serving, "own_address", lambda: next(places))
 
     def rank(world: Communicator) -> str:
         with pytest.raises(UsageError) as caught:

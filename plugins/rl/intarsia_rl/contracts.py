@@ -196,6 +196,7 @@ class WeightTransport(Protocol):
 
     `reader` is the generator's side, `"module:function"`, an attribute of the class: `read(location, names, boxes=None)` yields (name, CPU or device tensor), of the whole tensors,
     or for a name that is in `boxes` of each of its boxes; a tensor holds until the next one is asked for. DistributedError where the version can no longer be read whole.
+    A reader that has a parameter `device` is told where the model is, and may give tensors there.
     """
 
     reader: str

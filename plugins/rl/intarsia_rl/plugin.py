@@ -137,6 +137,12 @@ def offer_weight_transports() -> Sequence[Entry]:
             target="intarsia_rl.weights.socket:Socket",
             doc="Over TCP, each trainer rank sending its own parts: between machines, without a process group.",
         ),
+        Entry(
+            name="collective",
+            config="intarsia_rl.weights.config:CollectiveConfig",
+            target="intarsia_rl.weights.collective:Collective",
+            doc="By point-to-point sends of process groups: NCCL from device to device, gloo elsewhere; a group for each trainer rank and generator.",
+        ),
     ]
 
 

@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("name")
     parser.add_argument("--lifeline", type=int, required=True)
     arguments = parser.parse_args()
+    os.environ["INTARSIA_PROCESS"] = arguments.name
     lifeline.hold(arguments.lifeline)
     given = json.loads(sys.stdin.read())
     from intarsia.errors import IntarsiaError

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import socket
 import sys
 
@@ -22,6 +23,7 @@ def main() -> int:
     parser.add_argument("--connect")
     parser.add_argument("--limit", type=int, required=True)
     arguments = parser.parse_args()
+    os.environ["INTARSIA_PROCESS"] = arguments.name  # what it is called in what others say of it
     if arguments.lifeline is not None:
         lifeline.hold(arguments.lifeline)
     token = b"" if arguments.connect is None else bytes.fromhex(sys.stdin.readline().strip())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
@@ -98,7 +99,9 @@ def fill(
     cut = {name: found for name, found in boxes.items() if found != [Box.whole(weights.shapes[name])]}
     ordered = [copy for found in by_name.values() for copy in found]
     check = _Check(weights, by_name, combine)
-    with contextlib.closing(_reader(weights.transport, plugins)(weights.location, list(by_name), cut)) as values:
+    reader = _reader(weights.transport, plugins)
+    options = {"device": _device(ordered)} if "device" in inspect.signature(reader).parameters else {}
+    with contextlib.closing(reader(weights.location, list(by_name), cut, **options)) as values:
         for (name, value), copy in zip(values, ordered, strict=True):
             if name != copy.name or tuple(value.shape) != copy.box.size:
                 raise PluginError(
@@ -248,6 +251,12 @@ def _uncovered(own: str, tensor: Tensor, parts: Sequence[Part]) -> list[str]:
     return [
         f"the parts that {own} of shape {list(tensor.shape)} is made of do not cover it once: {', '.join(map(box_text, places)) or 'none'}"
     ]
+
+
+def _device(copies: Sequence[_Copy]) -> torch.device:
+    """Where the model is; of several devices the CPU."""
+    devices = {copy.target.device for copy in copies}
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
 
 def _reader(transport: str, plugins: Plugins) -> Callable[..., Generator[tuple[str, Tensor], None, None]]:

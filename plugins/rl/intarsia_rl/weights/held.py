@@ -111,7 +111,7 @@ class Held:
 
     @torch.no_grad()
     def copy_into(self, target: Callable[[Piece], Tensor]) -> Tensor:
-        """Copy every piece, cast, into what `target` gives for it: a CPU tensor of the box's shape, which is read after this returns. Returns the digests' sums over this rank's
+        """Copy every piece, cast, into what `target` gives for it: a tensor of the box's shape, on the CPU or the device, which is read after this returns. Returns the digests' sums over this rank's
         boxes, int64 [tensors, 2], in the order of `described`."""
         sums = torch.zeros(len(self.described), 2, dtype=torch.int64, device=self.mesh.device)
         for piece in self.pieces():
@@ -121,7 +121,8 @@ class Held:
             target(piece).copy_(values, non_blocking=True)
             sums[self._order[piece.name]] += digest.partial(values, one.shape, piece.box).to(sums.device)
         if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)
+            # This stream alone: others may wait for a reader that is gone.
+            torch.cuda.current_stream(self.mesh.device).synchronize()
         return sums
 
     def digests(self, sums: Tensor) -> dict[str, str]:

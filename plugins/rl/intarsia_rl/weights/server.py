@@ -1,13 +1,14 @@
-"""The trainer rank's side of the transport `socket`: a thread that serves the boxes that this rank publishes, of the versions that it keeps."""
+"""The trainer rank's side of transports that serve: threads that give readers the boxes that this rank publishes, of the versions that it keeps."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,12 +114,19 @@ class Server:
                     wire.send_json(connection, {"error": "the token is wrong: these are another run's weights"})
                     return
                 wire.send_json(connection, {"process": os.getpid()})
-                while True:
-                    self._answer(connection, wire.receive_json(connection))
+                self._converse(connection)
             finally:
                 self._connections.discard(connection)
 
-    def _answer(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
+    def _converse(self, connection: socket.socket) -> None:
+        """Answer a reader until it leaves."""
+        while True:
+            self._answer(connection, wire.receive_json(connection), functools.partial(_send_bytes, connection))
+
+    def _answer(
+        self, connection: socket.socket, request: Mapping[str, Any], send: Callable[[Mapping[str, Any], Sequence[Tensor]], None]
+    ) -> None:
+        """Answer one request; `send(request, parts)` gives the bytes of boxes."""
         version = request["version"]
         with self._lock:
             kept = next((kept for kept in self._kept if kept.version == version), None)
@@ -141,9 +149,7 @@ class Server:
                 return
             found = [part for part in parts if part is not None]
             wire.send_json(connection, {"bytes": sum(part.nbytes for part in found)})
-            for part in found:
-                if part.numel():
-                    connection.sendall(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            send(request, found)
         finally:
             with self._lock:
                 kept.readers -= 1
@@ -154,3 +160,9 @@ class Server:
             if held.intersect(box) == box:
                 return values[slices(box, held.start)]
         return None
+
+
+def _send_bytes(connection: socket.socket, request: Mapping[str, Any], parts: Sequence[Tensor]) -> None:
+    for part in parts:
+        if part.numel():
+            connection.sendall(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
