@@ -69,7 +69,7 @@ def check_choices() -> None:
     """What no case of the kit can say: equal scores, scores that are no numbers, experts that do not exist."""
     import torch
     from intarsia_kernels.moe import choice
-    from intarsia_models_common.moe.choice import top_experts
+    from intarsia_models_common.moe.choice import expert_counts, top_experts
 
     level = torch.zeros(3, 8)
     assert choice.top_experts(level, 3).tolist() == [[0, 1, 2]] * 3
@@ -82,9 +82,46 @@ def check_choices() -> None:
     assert torch.equal(choice.top_experts(below, 4, 3, 2, "top2"), top_experts(below, 4, 3, 2, "top2"))
     strange = choice.expert_weights(torch.rand(2, 4), torch.tensor([[0, 1], [0, 4]]), True, 2.0)
     assert strange[0].isfinite().all() and strange[1].isnan().all()
+    for few in (
+        (torch.rand(2, 4), 5),
+        (torch.rand(2, 6), 4, 3, 1),
+        (torch.rand(2, 6), 1, 4, 1),
+        (torch.rand(2, 6), 1, 6, 2, "top2"),
+        (torch.rand(2, 6), 1, 2, 3),
+    ):
+        assert choice.top_experts.supports(*few) is not None, few
+    assert choice.top_experts.supports(torch.rand(2, 6), 4, 3, 2, "top2") is None
+    for wrong in (torch.nan, torch.inf):
+        scores = torch.tensor([[0.5, 0.5, 0.0], [0.25, wrong, 0.5]])
+        assert choice.expert_counts(torch.zeros(3, dtype=torch.int64), scores)[-2].isnan()
+        assert expert_counts(torch.zeros(3, dtype=torch.int64), scores)[-2].isnan()
     scores, same = torch.rand(2, 4, requires_grad=True), torch.tensor([[1, 1], [3, 0]])
     (grad,) = torch.autograd.grad(choice.expert_weights(scores, same).sum(), scores)
     assert grad.tolist() == [[0, 2, 0, 0], [1, 0, 0, 1]]
+    check_strange_pairs()
+
+
+def check_strange_pairs() -> None:
+    """Pairs of experts that do not exist have no place, and what their rows hold comes from nobody's memory: a layer's result is NaN for their tokens alone."""
+    import torch
+    from intarsia_kernels.moe import choice, rows, sort
+    from intarsia_testing.kernel import poisoned
+
+    generator = torch.Generator().manual_seed(0)
+    for tokens, experts in ((3, 4), (700, 5)):  # Of one program and of several.
+        chosen = torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(tokens)])
+        chosen[1, 0], chosen[tokens - 1] = experts, torch.tensor([-1, 32767])
+        with poisoned():
+            pairs, places, counts, bounds = sort.sort_pairs(chosen, experts)
+        known = (chosen >= 0) & (chosen < experts)
+        assert torch.equal(places >= 0, known) and bool((places[~known] == -1).all())
+        order = torch.argsort(torch.where(known, chosen, experts).flatten(), stable=True)
+        assert torch.equal(pairs[: int(known.sum())], order[: int(known.sum())]) and bool((pairs[int(known.sum()) :] == -1).all())
+        assert torch.equal(counts, torch.bincount(chosen[known], minlength=experts)) and torch.equal(bounds[1:], counts.cumsum(0))
+        x, weights = torch.randn(tokens, 8, generator=generator), choice.expert_weights(torch.rand(tokens, experts), chosen)
+        with poisoned():
+            found = rows.combine(rows.permute(x, pairs, places), weights, pairs, places)
+        assert torch.equal(found.isnan().all(1), ~known.all(1)) and torch.equal(found.isnan().any(1), ~known.all(1))
 
 
 def check_gated() -> None:

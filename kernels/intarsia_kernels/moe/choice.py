@@ -133,7 +133,8 @@ def _entropies(scores_pointer, parts_pointer, tokens, EXPERTS: tl.constexpr, PER
         mask = (row < tokens)[:, None] & (column < EXPERTS)[None, :]
         scores = tl.load(scores_pointer + row[:, None] * EXPERTS + column[None, :], mask=mask, other=0.0).to(tl.float32)
         shares = scores / tl.maximum(tl.sum(scores, axis=1), 1e-20)[:, None]
-        total += tl.sum(tl.where(shares > 0, -shares * tl.log(tl.where(shares > 0, shares, 1.0)), 0.0), axis=1)
+        # Of what is no number the entropy is none, as in PyTorch.
+        total -= tl.sum(shares * tl.log(tl.where(shares == 0, 1.0, shares)), axis=1)
     tl.store(parts_pointer + tl.program_id(0), tl.sum(total, axis=0))
 
 
@@ -252,6 +253,10 @@ def _obstacle(scores_NE: Tensor) -> str | None:
 
 
 def _supports_top(scores_NE: Tensor, top_k: int, groups: int = 1, top_groups: int = 1, group_score: str = "max") -> str | None:
+    size, rest = divmod(scores_NE.shape[1], groups)
+    # Of these the reference says what is wrong, or chooses experts of other groups as well.
+    if rest or not 1 <= top_groups <= groups or top_k > top_groups * size or (groups > 1 and group_score == "top2" and size < 2):
+        return f"{top_k} of {scores_NE.shape[1]} experts, of {top_groups} of {groups} groups"
     return _obstacle(scores_NE)
 
 

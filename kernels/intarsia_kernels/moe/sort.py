@@ -16,6 +16,8 @@ MOST_PROGRAMS = 128
 ELEMENTS = 8192
 """Pairs times experts that a program compares at once."""
 MOST_EXPERTS = 1024
+MOST_PAIRS = 2**30
+"""Kernels number pairs in 32 bits, and the last program's numbers go beyond the last pair."""
 COUNTED = 16
 """Programs whose counts are summed at once."""
 
@@ -37,7 +39,7 @@ def _place(
     experts_pointer, table_pointer, pairs_pointer, places_pointer, counts_pointer, bounds_pointer, pairs, PER: tl.constexpr,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, MOST_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """places[pair] and pairs[place]; the first program writes counts and bounds as well."""
+    """places[pair] and pairs[place]; the first program writes counts and bounds as well. A pair of an expert that does not exist is a dropped one, and the rows that it leaves are a tail."""
     program, programs, expert = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     total, before = tl.zeros([BLOCK], dtype=tl.int32), tl.zeros([BLOCK], dtype=tl.int32)
     for start in range(0, MOST_PROGRAMS, COUNTED):
@@ -46,11 +48,11 @@ def _place(
         counts = tl.load(table_pointer + other[None, :] * EXPERTS + expert[:, None], mask=mask, other=0)
         total += tl.sum(counts, axis=1)
         before += tl.sum(tl.where((other < program)[None, :], counts, 0), axis=1)
-    first = tl.cumsum(total, axis=0) - total
+    first, placed = tl.cumsum(total, axis=0) - total, tl.sum(total, axis=0)
     if program == 0:
         tl.store(counts_pointer + expert, total.to(tl.int64), mask=expert < EXPERTS)
         tl.store(bounds_pointer + expert, first.to(tl.int64), mask=expert < EXPERTS)
-        tl.store(bounds_pointer + EXPERTS, tl.sum(total, axis=0).to(tl.int64))
+        tl.store(bounds_pointer + EXPERTS, placed.to(tl.int64))
     next_place = first + before
     for start in range(0, PER, CHUNK):
         pair = program * PER + start + tl.arange(0, CHUNK)
@@ -58,9 +60,10 @@ def _place(
         is_of = (chosen[None, :] == expert[:, None]).to(tl.int32)
         # The place of a pair if it is of the expert: after those of the same expert before it.
         place = tl.sum(is_of * (tl.cumsum(is_of, axis=1) - 1 + next_place[:, None]), axis=0)
-        known = (pair < pairs) & (chosen >= 0) & (chosen < EXPERTS)
-        tl.store(places_pointer + pair, place.to(tl.int64), mask=known)
-        tl.store(pairs_pointer + place, pair.to(tl.int64), mask=known)
+        exists, known = pair < pairs, (chosen >= 0) & (chosen < EXPERTS)
+        tl.store(places_pointer + pair, tl.where(known, place, -1).to(tl.int64), mask=exists)
+        tl.store(pairs_pointer + place, pair.to(tl.int64), mask=exists & known)
+        tl.store(pairs_pointer + pair, tl.full([CHUNK], -1, dtype=tl.int64), mask=exists & (pair >= placed))
         next_place += tl.sum(is_of, axis=1)
 
 
@@ -93,13 +96,13 @@ def _sort_pairs(experts_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def sort_pairs(experts_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the operator `sort_pairs`, bit for bit."""
+    """As the operator `sort_pairs`, bit for bit. A pair of an expert that does not exist has no place (-1), and the rows that are left serve no pair (-1)."""
     return _sort_pairs(experts_NK.contiguous(), experts)
 
 
 def supports(experts_NK: Tensor, experts: int) -> str | None:
     """Why a call cannot be taken."""
-    if experts_NK.dtype != torch.int64 or experts_NK.numel() >= 2**31:
+    if experts_NK.dtype != torch.int64 or experts_NK.numel() > MOST_PAIRS:
         return f"{experts_NK.numel()} numbers in {experts_NK.dtype}"
     if experts > MOST_EXPERTS:
         return f"{experts} experts"
