@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,22 @@ def test_a_rank_that_is_gone(transport: Socket) -> None:
     transport.close()
     with pytest.raises(DistributedError, match=r"Connection refused.*set weights\.host"):
         check(location, 0)
+
+
+def test_a_source_that_has_ended_makes_no_new_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end while a thread waits to try again."""
+    source = sources.Source("127.0.0.1", 1, {"version": 1, "token": "t", "attempts": 5, "timeout_s": 1.0})
+    tried: list[object] = []
+
+    def refuse(*arguments: object) -> None:
+        tried.append(arguments)
+        raise ConnectionRefusedError("nobody listens")
+
+    monkeypatch.setattr(sources, "socket", SimpleNamespace(create_connection=refuse, SHUT_RDWR=socket.SHUT_RDWR))
+    monkeypatch.setattr(sources, "time", SimpleNamespace(sleep=lambda seconds: source.end()))
+    with pytest.raises(DistributedError, match="nobody waits"):
+        source.index()
+    assert len(tried) == 1
 
 
 def test_who_does_not_know_the_token_gets_nothing(transport: Socket) -> None:

@@ -108,6 +108,8 @@ class Source:
 
     def _once(self, request: Mapping[str, Any], rows: Rows) -> tuple[Any, Tensor]:
         if self._connection is None:
+            if self._ended:
+                raise ConnectionError("nobody waits for it any more")
             self._connection = self._connected()
         wire.send_json(self._connection, request)
         answer = self._check(wire.receive_json(self._connection))
