@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from intarsia.layout import whole_region
 from intarsia_flexshard import reduction, runtime
 from intarsia_flexshard.bucket import Bucket
-from intarsia_flexshard.reduction import Reduction
+from intarsia_flexshard.lanes import Lanes
+from intarsia_flexshard.plan import make_geometry
+from intarsia_flexshard.reduction import Plan, Reduction
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DOUBLED = ("Event", "Stream", "CUDAGraph", "set_stream", "current_stream", "is_current_stream_capturing", "synchronize", "stream")
@@ -51,6 +54,32 @@ def test_the_device_is_asked_for_no_more_than_this(host: ModuleType, name: str) 
     assert (
         found["event recorded"] <= 6 * buckets and found["event waited for"] <= 5.75 * buckets and found["stream chosen"] <= 5.9 * buckets
     )
+
+
+# ---------------------------------------------------------------- what an exchange brings
+
+
+def test_an_exchange_that_brings_other_memory_each_time_is_summed_anew() -> None:
+    """As one that goes through the host does; a recorded one calls nobody, and brings what it brought before."""
+    weights = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    geometry = make_geometry([(4,)], [[whole_region((4,))]], 4)
+    one = Reduction("one", weights[:1], weights[1:], geometry, 0, None, [], (torch.float32,) * 3, 1.0, Lanes(torch.device("cpu")))
+    plan = Plan(torch.zeros(4), [], None, None)
+
+    def summed(*parts: torch.Tensor) -> list[float]:
+        if parts:
+            one._take(parts, torch.empty(0))
+        one._result = None
+        one._sum(plan)
+        assert one._result is not None
+        return one._result.tolist()
+
+    first, second = torch.full((4,), 1.0), torch.full((4,), 2.0)
+    assert summed(first, second) == [3.0] * 4
+    add = plan.add
+    first.fill_(3.0)
+    assert summed(first, second) == summed() == [5.0] * 4 and plan.add is add
+    assert summed(torch.full((4,), 5.0), torch.full((4,), 6.0)) == [11.0] * 4
 
 
 # ---------------------------------------------------------------- what comes before what

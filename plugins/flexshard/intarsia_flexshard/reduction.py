@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,8 +65,8 @@ class Target:
 
 @dataclasses.dataclass
 class Plan:
-    """How gradients of one dtype are packed and exchanged: the pack as `source`, each member's `targets` in it, `views` where each has just one, and the prepared `call`. What an
-    exchange brings is the same views every time: the first one leaves `sums`, and `add` for them."""
+    """How gradients of one dtype are packed and exchanged: the pack as `source`, each member's `targets` in it, `views` where each has just one, and the prepared `call`. `sums` is what the
+    last exchange brought, and `add` adds it: most bring the same views every time."""
 
     source: Tensor
     targets: list[Target]
@@ -472,11 +473,13 @@ class Reduction:
 
     def _received(self, plan: Plan | None) -> Sums:
         """What is to be added. A recorded exchange calls nobody: what it brings is known from before."""
-        if plan is not None and plan.sums is not None:
-            return plan.sums
-        sums, self._parts = Sums(tuple(self._parts), self._scale, self._begins), ()
+        parts, self._parts = self._parts, ()
+        known = None if plan is None else plan.sums
+        if known is not None and all(map(operator.is_, parts, known.parts)):
+            return known
+        sums = Sums(tuple(parts), self._scale, self._begins)
         if plan is not None:
-            plan.sums = sums
+            plan.sums, plan.add = sums, None
         return sums
 
     def _sum(self, plan: Plan | None) -> None:
