@@ -253,10 +253,15 @@ def _obstacle(scores_NE: Tensor) -> str | None:
 
 
 def _supports_top(scores_NE: Tensor, top_k: int, groups: int = 1, top_groups: int = 1, group_score: str = "max") -> str | None:
-    size, rest = divmod(scores_NE.shape[1], groups)
+    experts = scores_NE.shape[1]
     # Of these the reference says what is wrong, or chooses experts of other groups as well.
-    if rest or not 1 <= top_groups <= groups or top_k > top_groups * size or (groups > 1 and group_score == "top2" and size < 2):
-        return f"{top_k} of {scores_NE.shape[1]} experts, of {top_groups} of {groups} groups"
+    if (
+        experts % groups
+        or not 1 <= top_groups <= groups
+        or top_k > top_groups * (experts // groups)
+        or (groups > 1 and group_score == "top2" and experts < 2 * groups)
+    ):
+        return f"{top_k} of {experts} experts, of {top_groups} of {groups} groups"
     return _obstacle(scores_NE)
 
 

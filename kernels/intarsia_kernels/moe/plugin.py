@@ -13,7 +13,7 @@ _MOE = "intarsia_kernels.moe"
 
 
 def _exact(op: str, module: str, doc: str) -> KernelEntry:
-    """One that gives whole numbers: the reference's."""
+    """One that gives whole numbers: the reference's, but where equal scores leave open which comes first."""
     return KernelEntry(
         name=f"{op}/triton",
         op=op,
