@@ -166,7 +166,7 @@ def read(
     boxes: Mapping[str, Sequence[Box]] | None = None,
     device: torch.device | None = None,
 ) -> Generator[tuple[str, Tensor], None, None]:
-    """(name, values) of whole tensors, or of the `boxes` of those names that it has, one after the other and each of its box's shape: on `device`, or on the CPU where they came by gloo.
+    """(name, values) of whole tensors, or of the `boxes` of those names that it has, one after the other and each of its box's shape: on `device`; those that came whole by gloo are on the CPU.
 
     DistributedError where a rank cannot be reached in the attempts that the location allows, or does not keep the version any more; UsageError where NCCL is wanted and cannot be.
     """
