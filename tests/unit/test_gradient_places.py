@@ -14,10 +14,14 @@ from torch import Tensor, nn
 Linear = Callable[..., Tensor]
 
 
+KEPT: list[gradients.Place] = []
+"""Places are offered as long as somebody keeps them."""
+
+
 @pytest.fixture(autouse=True)
 def no_places() -> Iterator[None]:
     yield
-    gradients._places.clear()
+    KEPT.clear()
 
 
 class Two(nn.Module):
@@ -42,7 +46,8 @@ def places_of(model: Two) -> tuple[Tensor, list[Tensor]]:
     pack = torch.full((128 + 36 + 4,), 7.0, dtype=model.first.dtype)
     views = [pack[64:100].view(6, 6), pack[128:164].view(6, 6)]
     for weight, view in zip(model.parameters(), views, strict=True):
-        gradients.offer(weight, gradients.Place(view))
+        KEPT.append(gradients.Place(view))
+        gradients.offer(weight, KEPT[-1])
     return pack, views
 
 
@@ -138,7 +143,7 @@ def test_a_gradient_that_is_itself_differentiated_is_a_tensor_of_its_own() -> No
     def twice(model: Two, views: list[Tensor]) -> list[Tensor]:
         first = torch.autograd.grad(model(torch.ones(3, 6)).square().sum(), list(model.parameters()), create_graph=True)
         assert all(view.eq(7).all() for view in views)
-        gradients._places.clear()
+        KEPT.clear()
         return list(torch.autograd.grad(sum(each.square().sum() for each in first), list(model.parameters())))
 
     model = Two(placed.linear)
@@ -163,3 +168,12 @@ def test_autocast_and_transforms_of_functions_go_as_they_do_with_torch() -> None
     for linear in (placed.linear, F.linear):
         got = torch.func.grad(lambda w, linear=linear: linear(x, w).square().sum())(weight)
         torch.testing.assert_close(got, torch.full((4, 4), 12.0))
+
+
+def test_a_place_that_nobody_keeps_is_offered_no_more() -> None:
+    weight = torch.zeros(4, 4)
+    place = gradients.Place(torch.zeros(4, 4))
+    gradients.offer(weight, place)
+    assert gradients.take(weight, (4, 4), torch.float32) is not None
+    del place
+    assert gradients.take(weight, (4, 4), torch.float32) is None

@@ -7,6 +7,7 @@ computed for the same weight afterwards is a tensor of its own, which autograd a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -18,15 +19,15 @@ _MARK = "_intarsia_placed"
 
 
 class Place:
-    """A place of a gradient's shape and dtype, or none yet: then it is only counted how often somebody asks. Stability: provisional."""
+    """A place of a gradient's shape and dtype, or none yet: then it is only counted how often somebody asks. It is offered as long as whoever made it keeps it. Stability: provisional."""
 
-    __slots__ = ("is_taken", "takes", "tensor")
+    __slots__ = ("__weakref__", "is_taken", "takes", "tensor")
 
     def __init__(self, tensor: Tensor | None = None) -> None:
         self.tensor, self.takes, self.is_taken = tensor, 0, False
 
 
-_places: dict[int, Place] = {}
+_places: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()
 
 
 def mark(weight: Tensor) -> None:
