@@ -5,15 +5,13 @@ A request is one program for each key/value head (or head and tile of queries), 
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from intarsia_kernels.direct import cdiv, direct_op, wrap_triton
 from intarsia_kernels.invariant.blocks import KEYS, _scores, _summed, _weighed, tiles
-from intarsia_kernels.paged.tables import _entries, _numbers, _places, line, named, refusal
+from intarsia_kernels.paged.tables import _entries, _numbers, _places, kernel, named
 
 
 @triton.jit
@@ -139,25 +137,4 @@ def _attend(
     return out
 
 
-def paged_attention(
-    q_NHD: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    where: Any,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """As the operator's reference with `attention/blocks` in force, bit for bit. Not differentiable."""
-    tables = (where.tables_RW, where.firsts_R, where.counts_R, where.positions_R)
-    return _attend(line(q_NHD), keys, values, sinks_H, *tables, scale, window, softcap, where.queries, where.size)
-
-
-def supports(q_NHD: Tensor, keys: Tensor, values: Tensor, where: Any, **settings: Any) -> str | None:
-    """Why the reference has to take a call."""
-    return refusal(q_NHD, keys, values, where)
-
-
-paged_attention.supports = supports  # type: ignore[attr-defined]
+paged_attention = kernel(_attend, "As the operator's reference with `attention/blocks` in force, bit for bit. Not differentiable.")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from intarsia_kernels.direct import cdiv, direct_op, power_of_two, wrap_triton
 from intarsia_kernels.paged.blocks import _block
-from intarsia_kernels.paged.tables import line, named, refusal
+from intarsia_kernels.paged.tables import kernel, named
 
 LEAST = 2
 """Blocks of keys of a program at least: fewer are not worth a second launch's reads."""
@@ -354,25 +354,4 @@ def _launch_prompts(operands: tuple[Tensor, ...], where: tuple[Tensor, ...], set
         )
 
 
-def paged_attention(
-    q_NHD: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    where: Any,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """As the operator's reference; what stands behind a request's last entry is not read. Not differentiable."""
-    tables = (where.tables_RW, where.firsts_R, where.counts_R, where.positions_R)
-    return _attend(line(q_NHD), keys, values, sinks_H, *tables, scale, window, softcap, where.queries, where.size)
-
-
-def supports(q_NHD: Tensor, keys: Tensor, values: Tensor, where: Any, **settings: Any) -> str | None:
-    """Why the reference has to take a call."""
-    return refusal(q_NHD, keys, values, where)
-
-
-paged_attention.supports = supports  # type: ignore[attr-defined]
+paged_attention = kernel(_attend, "As the operator's reference; what stands behind a request's last entry is not read. Not differentiable.")

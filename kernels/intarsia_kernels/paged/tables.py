@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,8 +46,31 @@ def _entries(cache_pointer, place, inside, offsets, WIDTH: tl.constexpr, BLOCK: 
     return tl.load(pointers, mask=(offsets < WIDTH)[None, :], other=0.0)
 
 
-def refusal(q_NHD: Tensor, keys: Tensor, values: Tensor, where: Any) -> str | None:
-    """Why a call cannot be taken."""
+def kernel(attend: Callable[..., Tensor], doc: str) -> Callable[..., Tensor]:
+    """`attend`, which takes tensors and numbers alone, by the operator's signature."""
+
+    def paged_attention(
+        q_NHD: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        where: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        q_NHD = q_NHD if q_NHD.stride(-1) == 1 else q_NHD.contiguous()
+        tables = (where.tables_RW, where.firsts_R, where.counts_R, where.positions_R)
+        return attend(q_NHD, keys, values, sinks_H, *tables, scale, window, softcap, where.queries, where.size)
+
+    paged_attention.__doc__ = doc
+    paged_attention.supports = supports  # type: ignore[attr-defined]
+    return paged_attention
+
+
+def supports(q_NHD: Tensor, keys: Tensor, values: Tensor, where: Any, **settings: Any) -> str | None:
+    """Why the reference has to take a call."""
     if q_NHD.dtype != keys.dtype or q_NHD.dtype != values.dtype:
         return f"queries are {q_NHD.dtype}, and the caches {keys.dtype} and {values.dtype}"
     if max(keys.shape[-1], values.shape[-1]) > WIDEST:
@@ -58,11 +82,6 @@ def refusal(q_NHD: Tensor, keys: Tensor, values: Tensor, where: Any) -> str | No
     if torch.is_grad_enabled() and (q_NHD.requires_grad or keys.requires_grad or values.requires_grad):
         return "gradients are asked for"
     return None
-
-
-def line(q_NHD: Tensor) -> Tensor:
-    """Queries whose numbers lie one behind the other."""
-    return q_NHD if q_NHD.stride(-1) == 1 else q_NHD.contiguous()
 
 
 def _reach(cache: Tensor) -> int:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from intarsia.ops.gradients import mark
-from torch import nn
 
 from intarsia_flexshard.hooks import in_backward
 
@@ -26,17 +25,14 @@ class Placing:
 
     def __init__(self, buckets: Sequence[Bucket], wanted: bool) -> None:
         self._reads: dict[Bucket, list[int]] = {}
-        self._offering: set[Reduction] = set()
         # The backward pass that is under way, and whether it leaves gradients on parameters.
         self._task, self._is_plain = -1, False
         for bucket in buckets if wanted else ():
             reduction = bucket.reduction
             if reduction is None or bucket.is_of_root or bucket.holders is not None or _has_others(bucket, buckets):
                 continue
-            found = reduction.placeable()
-            if found:
-                self._reads[bucket] = [place for place, info in enumerate(bucket.infos) if info.trainable]
-            for parameter in found:
+            self._reads[bucket] = [place for place, info in enumerate(bucket.infos) if info.trainable]
+            for parameter in reduction.placeable():
                 mark(parameter)
 
     def enter(self, call: Call, is_unsynced: bool) -> None:
@@ -47,21 +43,19 @@ class Placing:
             return
         reduction = bucket.reduction
         assert reduction is not None
-        found = reduction.placeable()
         # Numbers are given to calls as they begin and end: another bucket may be reduced while backward is inside of this one.
-        if not found or call.end > call.number + 1:
+        if not reduction.can_place or call.end > call.number + 1:
             del self._reads[bucket]
-        elif self._accumulates(found):
+        elif self._accumulates(reduction):
             reads = bucket.payload.reads
             reduction.offer([reads[member] for member in members])
-            self._offering.add(reduction)
 
-    def _accumulates(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether this backward pass adds to the `.grad` of some of these. `torch.autograd.grad` hands gradients out, and whoever has them may keep them."""
+    def _accumulates(self, reduction: Reduction) -> bool:
+        """Whether this backward pass adds to parameters' `.grad`. `torch.autograd.grad` hands gradients out, and whoever has them may keep them."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             try:
-                nodes = (torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters)
+                nodes = (torch.autograd.graph.get_gradient_edge(parameter).node for parameter in reduction.placeable())
                 if not any(map(torch._C._will_engine_execute_node, nodes)):
                     return False  # Nothing of this bucket is computed: another one may tell.
                 self._is_plain = True
@@ -72,10 +66,10 @@ class Placing:
 
     def begin_pass(self) -> None:
         """A forward pass begins: a backward pass before it that failed may have left places."""
-        if self._offering and not in_backward():
-            for reduction in self._offering:
-                reduction.retreat(False)
-            self._offering.clear()
+        if not in_backward():
+            for bucket in self._reads:
+                assert bucket.reduction is not None
+                bucket.reduction.retreat(False)
 
 
 def _has_others(bucket: Bucket, buckets: Sequence[Bucket]) -> bool:

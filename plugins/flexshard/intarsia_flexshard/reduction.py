@@ -189,8 +189,13 @@ class Reduction:
 
     # ------------------------------------------------------------ places in the pack
 
+    @property
+    def can_place(self) -> bool:
+        """Whether any gradient may be written where it is packed."""
+        return any(self._places)
+
     def placeable(self) -> list[nn.Parameter]:
-        """The parameters whose gradients may be written where they are packed."""
+        """The parameters whose gradients may be."""
         return [parameter for parameter, place in zip(self.parameters, self._places, strict=True) if place is not None]
 
     def offer(self, reads: Sequence[Tensor]) -> None:
@@ -395,13 +400,11 @@ class Reduction:
     def forget(self) -> None:
         """Drop all gradients."""
         self.complete()
-        self._withdraw()
-        if self.pack is not None and self.pack.holder is self:
-            self.pack.holder = None
         self._total, self._given = None, []
         self._accumulated, self._is_accumulating = [None] * len(self.parameters), False
         for parameter in (*self.masters, *self.parameters):
             parameter.grad = None
+        self.retreat(False)
 
     # ------------------------------------------------------------ private
 

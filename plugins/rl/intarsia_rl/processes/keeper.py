@@ -212,3 +212,24 @@ class Keeper(Generic[Member]):
         delay = restarts.first_s if explained else min(restarts.most_s, restarts.first_s * 2.0 ** (len(times) - 1))
         log.warning("%s is gone (%s); another one is started in %.1f s", name, reason, delay)
         await asyncio.sleep(delay)
+
+
+class Kept:
+    """What a pool says of the processes that its keeper keeps."""
+
+    _keeper: Keeper[Any]
+
+    @property
+    def kills(self) -> int:
+        """How many were lost."""
+        return len(self._keeper.deaths)
+
+    @property
+    def processes(self) -> dict[int, Process]:
+        """The processes of those that serve now, by index."""
+        return self._keeper.processes
+
+    @property
+    def deaths(self) -> tuple[Death, ...]:
+        """Those that were lost, with reasons."""
+        return tuple(self._keeper.deaths)

@@ -29,7 +29,7 @@ from intarsia_rl.contracts import (
     Routing,
     WeightVersion,
 )
-from intarsia_rl.processes.keeper import Death, Keeper, Restarts
+from intarsia_rl.processes.keeper import Death, Keeper, Kept, Restarts
 from intarsia_rl.processes.plain import plain_config, plain_recipe
 from intarsia_rl.processes.remote import EnvironmentFacts, RemoteGenerator, Scores
 from intarsia_rl.processes.workers import WorkerPool
@@ -62,7 +62,7 @@ class GeneratorMember:
         self.moved = asyncio.get_running_loop().time()
 
 
-class GeneratorPool:
+class GeneratorPool(Kept):
     """Generators in processes of their own, as one. Made by `start`. Stability: provisional.
 
     A generator that dies, or moves nothing for `timeout_s` while it has work, is replaced; before the new one serves it takes the newest weights, and is paused where the pool is. Requests
@@ -235,21 +235,6 @@ class GeneratorPool:
         await self._each(lambda member: member.generator.resume())
 
     # ------------------------------------------------------------ seeing it
-
-    @property
-    def kills(self) -> int:
-        """How many generators were lost."""
-        return len(self._keeper.deaths)
-
-    @property
-    def processes(self) -> dict[int, Process]:
-        """The processes of those that serve now, by index."""
-        return self._keeper.processes
-
-    @property
-    def deaths(self) -> tuple[Death, ...]:
-        """Those that were lost, with reasons."""
-        return tuple(self._keeper.deaths)
 
     @property
     def version(self) -> int | None:

@@ -15,7 +15,7 @@ from intarsia.errors import PluginError, UsageError
 from intarsia.plugins import Plugins, current
 
 from intarsia_rl.contracts import Process, ProcessDied, ProcessLauncher
-from intarsia_rl.processes.keeper import Death, Keeper, Restarts, log
+from intarsia_rl.processes.keeper import Keeper, Kept, Restarts, log
 from intarsia_rl.processes.plain import plain_config
 from intarsia_rl.processes.remote import EnvironmentFacts, RemoteEpisode, RemoteWorker, Scores, WorkerLost
 
@@ -35,7 +35,7 @@ class WorkerMember:
     alone: bool | None = None
 
 
-class WorkerPool:
+class WorkerPool(Kept):
     """Environments in processes of their own. Made by `start`. Stability: provisional.
 
     Whatever goes wrong there is an EnvironmentFailure: the environment's own as it raised it; any other exception as `environment` (of a rubric: `scorer`) with its text; a worker that dies, or an answer that takes
@@ -193,21 +193,6 @@ class WorkerPool:
     def say(self, text: str) -> None:
         """Log what is nobody's failure."""
         log.warning("%s: %s", self._keeper.name, text)
-
-    @property
-    def kills(self) -> int:
-        """How many workers were lost."""
-        return len(self._keeper.deaths)
-
-    @property
-    def processes(self) -> dict[int, Process]:
-        """The processes of those that serve now, by index."""
-        return self._keeper.processes
-
-    @property
-    def deaths(self) -> tuple[Death, ...]:
-        """Those that were lost, with reasons."""
-        return tuple(self._keeper.deaths)
 
     async def close(self) -> None:
         """Stop all."""
