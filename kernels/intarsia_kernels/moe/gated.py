@@ -17,7 +17,7 @@ from torch import Tensor
 
 from intarsia_kernels.direct import cdiv, direct_op, wrap_triton
 from intarsia_kernels.moe import products, swiglu
-from intarsia_kernels.moe.swiglu import BLOCK, WARPS
+from intarsia_kernels.moe.swiglu import BLOCK, WARPS, _gated, _slopes
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _gate(gate_pointer, up_pointer, y_pointer, ends_pointer, groups, numel, colu
     mask = offsets < tl.load(ends_pointer + groups - 1).to(tl.int64) * columns
     gate = tl.load(gate_pointer + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_pointer + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_pointer + offsets, (gate * tl.sigmoid(gate) * up).to(y_pointer.dtype.element_ty), mask=offsets < numel)
+    tl.store(y_pointer + offsets, _gated(gate, up).to(y_pointer.dtype.element_ty), mask=offsets < numel)
 
 
 @triton.jit
@@ -40,9 +40,9 @@ def _gate_backward(
     dy = tl.load(dy_pointer + offsets, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_pointer + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_pointer + offsets, mask=mask, other=0.0).to(tl.float32)
-    s = tl.sigmoid(gate)
-    tl.store(dgate_pointer + offsets, (dy * up * s * (1.0 + gate * (1.0 - s))).to(dgate_pointer.dtype.element_ty), mask=mask)
-    tl.store(dup_pointer + offsets, (dy * gate * s).to(dup_pointer.dtype.element_ty), mask=mask)
+    dgate, dup = _slopes(dy, gate, up)
+    tl.store(dgate_pointer + offsets, dgate.to(dgate_pointer.dtype.element_ty), mask=mask)
+    tl.store(dup_pointer + offsets, dup.to(dup_pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit

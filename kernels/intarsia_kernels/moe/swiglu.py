@@ -19,12 +19,25 @@ WARPS = 8
 
 
 @triton.jit
+def _gated(gate, up):
+    """silu(gate) * up, in float32."""
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _slopes(dy, gate, up):
+    """Its gradients by gate and up, times dy."""
+    s = tl.sigmoid(gate)
+    return dy * up * s * (1.0 + gate * (1.0 - s)), dy * gate * s
+
+
+@triton.jit
 def _forward(gate_pointer, up_pointer, y_pointer, numel, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     gate = tl.load(gate_pointer + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_pointer + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_pointer + offsets, (gate * tl.sigmoid(gate) * up).to(y_pointer.dtype.element_ty), mask=mask)
+    tl.store(y_pointer + offsets, _gated(gate, up).to(y_pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -34,9 +47,9 @@ def _backward(dy_pointer, gate_pointer, up_pointer, dgate_pointer, dup_pointer, 
     dy = tl.load(dy_pointer + offsets, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_pointer + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_pointer + offsets, mask=mask, other=0.0).to(tl.float32)
-    s = tl.sigmoid(gate)
-    tl.store(dgate_pointer + offsets, (dy * up * s * (1.0 + gate * (1.0 - s))).to(dgate_pointer.dtype.element_ty), mask=mask)
-    tl.store(dup_pointer + offsets, (dy * gate * s).to(dup_pointer.dtype.element_ty), mask=mask)
+    dgate, dup = _slopes(dy, gate, up)
+    tl.store(dgate_pointer + offsets, dgate.to(dgate_pointer.dtype.element_ty), mask=mask)
+    tl.store(dup_pointer + offsets, dup.to(dup_pointer.dtype.element_ty), mask=mask)
 
 
 @direct_op("intarsia::swiglu_forward")

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +27,7 @@ from intarsia_rl.contracts import GeneratorContext, WeightVersion
 from intarsia_rl.processes.child import Child, status_text
 from intarsia_rl.processes.local import environment_of
 from intarsia_rl.processes.plain import plain_config, plain_recipe
+from intarsia_rl.processes.variables import variables
 from torch import Tensor, nn
 
 from intarsia_generation.engine.config import LocalConfig
@@ -76,7 +77,7 @@ class Team:
         children = _Children(config.tensor, store)
         try:
             children.start(config, context)
-            with _as_rank(0, config.tensor):
+            with variables(of_rank(0, config.tensor)):
                 world = init_world(device, WAIT_S, store=store)
             try:
                 return cls(world, Parts(world, config.experts), children)
@@ -197,22 +198,6 @@ def end_process(text: str) -> NoReturn:
     """Say why and end, whatever other threads do."""
     print(text, file=sys.stderr, flush=True)
     os._exit(1)
-
-
-@contextlib.contextmanager
-def _as_rank(rank: int, size: int) -> Iterator[None]:
-    """The environment of a rank, for as long as it joins its group."""
-    wanted = of_rank(rank, size)
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def of_rank(rank: int, size: int) -> dict[str, str]:

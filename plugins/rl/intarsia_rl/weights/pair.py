@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
-import os
 import select
 import socket
 import threading
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from intarsia_rl.processes.variables import variables
 
 TRAINER, READER = 0, 1
 
@@ -91,17 +92,8 @@ class Pair:
         torch.cuda.set_device(self.device)  # of this thread
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(seconds=self.timeout_s)
-        with _environment:  # is read as a group is made
-            before = {name: os.environ.get(name) for name in _NCCL}
-            os.environ.update(_NCCL)
-            try:
-                return dist.ProcessGroupNCCL(store, rank, 2, options)
-            finally:
-                for name, value in before.items():
-                    if value is None:
-                        del os.environ[name]
-                    else:
-                        os.environ[name] = value
+        with _environment, variables(_NCCL):  # is read as a group is made
+            return dist.ProcessGroupNCCL(store, rank, 2, options)
 
     def _greet(self, word: Tensor, rank: int) -> None:
         for speaker in (TRAINER, READER):
