@@ -97,7 +97,11 @@ def run(made: Engine, prompts: Any = PROMPTS, count: int = 40, **settings: Any) 
     ended = submit(made, prompts, count, **settings)
     while made.step():
         pass
-    return [ended[str(number)] for number in range(len(prompts))]
+    found = [ended[str(number)] for number in range(len(prompts))]
+    for each in found:
+        if type(each) is RuntimeError:  # a step that failed
+            raise each
+    return found
 
 
 def same(found: list[Any], expected: list[Any]) -> None:

@@ -166,7 +166,7 @@ def test_torchs_own_rows_are_independent():
     [
         ("linear=ascending", "attention=blocks"),
         ("linear=ascending", "attention=blocks_flash", "rms_norm=reference", "rope=reference", "swiglu=reference"),
-        pytest.param(("linear=unsplit", "attention=unsplit"), marks=needs_workspace),
+        pytest.param(("linear=unsplit", "attention=unsplit", "paged_attention=reference"), marks=needs_workspace),
     ],
 )
 def test_every_relation_holds(name, kernels):

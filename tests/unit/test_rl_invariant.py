@@ -123,6 +123,24 @@ def test_the_environment_is_checked():
     assert "ONEDNN" in kernel_problems({}, "cpu", "float32", {"ONEDNN_DEFAULT_FPMATH_MODE": "bf16"})[0]
 
 
+def test_kernels_that_go_with_one_another_are_chosen_together_and_refused_apart():
+    """A cache that is read through tables has the bits of one kernel of attention, and of no other."""
+    before = resolve("llama3/debug", ("train.device=cuda",)).recipe
+
+    def chosen(**named):
+        kernels = batch_invariant(chz.replace(before, kernels=named)).kernels
+        pair = {op: kernels[op] for op in ("attention", "paged_attention")}
+        return pair, kernel_problems(pair, "cuda", "bfloat16", {})
+
+    pair, found = chosen()
+    assert pair["paged_attention"] == "intarsia-kernels:paged_attention/blocks" and not found
+    pair, found = chosen(attention="unsplit")
+    assert pair == {"attention": "intarsia-kernels:attention/unsplit", "paged_attention": "reference"} and not found
+    _, (problem,) = chosen(attention="unsplit", paged_attention="blocks")
+    assert "paged_attention/blocks" in problem and "'intarsia-kernels:attention/unsplit' is in force" in problem
+    assert problem.endswith("Use reference.")
+
+
 def test_all_reasons_are_given_at_once():
     with pytest.raises(UsageError, match=r"compile.mode(.|\n)*mesh.tp=2(.|\n)*parity --list"):
         check_recipe(recipe("llama3/debug", "compile.mode=model", "mesh.tp=2"), plugins.current(), table.kernels("cpu"), {})

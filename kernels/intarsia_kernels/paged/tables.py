@@ -108,8 +108,9 @@ def named(
         "v_head": values.stride(2),
         "D": keys.shape[3],
         "DV": values.shape[3],
-        "BLOCK_D": max(16, power_of_two(keys.shape[3])),
-        "BLOCK_DV": max(16, power_of_two(values.shape[3])),
+        # Not 16: see `intarsia_kernels.invariant.blocks`.
+        "BLOCK_D": max(32, power_of_two(keys.shape[3])),
+        "BLOCK_DV": max(32, power_of_two(values.shape[3])),
         "SIZE": size,
         "WIDE": max(_reach(keys), _reach(values)) >= 2**31,
         "KV_HEADS": keys.shape[2],

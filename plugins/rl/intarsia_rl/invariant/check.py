@@ -62,6 +62,11 @@ def kernel_problems(choices: Mapping[str, str], device: str, dtype: str, environ
                 found.append(
                     f"Kernel {kernel!r} of operator {op!r} is in its table for {' and '.join(row.dtypes)} only, and the run computes in {dtype}."
                 )
+            if other := row.unfit(choices):
+                others = " or ".join(each.kernel for each in rows if not each.unfit(choices))
+                found.append(
+                    f"Kernel {kernel!r} of operator {op!r} has the bits of {' and '.join(row.beside[other])}, and {choices[other]!r} is in force for {other!r}. Use {others}."
+                )
             for name, value in row.environment.items():
                 if environment.get(name) != value:
                     now = f"is {environment[name]!r}" if name in environment else "is not set"

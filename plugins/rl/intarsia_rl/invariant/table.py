@@ -20,8 +20,8 @@ _ANY = ("float32", "bfloat16")
 class Row:
     """One kernel that may serve an operator. Stability: provisional.
 
-    `kernel` is `reference` or an entry's full name. Of several for one operator the first is what `batch_invariant` chooses. `environment` are variables that must have these values in every process
-    of the run before it starts.
+    `kernel` is `reference` or an entry's full name. Of several for one operator the first that fits the others is what `batch_invariant` chooses. `environment` are variables that must have these values
+    in every process of the run before it starts. `beside`: of another operator, the kernels of which one must be in force, as this one has their bits and no others.
     """
 
     op: str
@@ -30,6 +30,11 @@ class Row:
     why: str
     dtypes: tuple[str, ...] = _ANY
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    beside: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def unfit(self, kernels: Mapping[str, str]) -> str | None:
+        """The operator whose kernel among these this one does not go with; None where there is none."""
+        return next((op for op, names in self.beside.items() if kernels.get(op, names[0]) not in names), None)
 
 
 def _cpu(op: str, why: str, kernel: str = "tiled") -> Row:
@@ -93,7 +98,14 @@ ROWS = (
         "attention", "As attention/blocks, whose bits it has; gradients by flash attention in one order of sums.", "attention/blocks_flash"
     ),
     _cuda("attention", "Flash attention over packed keys, never split and never packed by groups.", "attention/unsplit"),
-    _cuda("paged_attention", "The tiles of attention/blocks and its bits, read through tables.", "paged_attention/blocks"),
+    Row(
+        "paged_attention",
+        "cuda",
+        f"{_KERNELS}:paged_attention/blocks",
+        "The tiles of attention/blocks and its bits, read through tables.",
+        ("bfloat16",),
+        beside={"attention": (f"{_KERNELS}:attention/blocks", f"{_KERNELS}:attention/blocks_flash")},
+    ),
     _cuda("paged_attention", _BY_ATTENTION),
     _cuda("swiglu", _ROW_BY_ROW, "swiglu/triton"),
     _cuda("swiglu", _ROW_BY_ROW),

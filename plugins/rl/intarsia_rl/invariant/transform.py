@@ -20,6 +20,8 @@ def batch_invariant(recipe: Recipe) -> Recipe:
         for row in table.rows_of(op, device):
             if kernel in (row.kernel, row.kernel.rpartition(":")[2], row.kernel.rpartition("/")[2]):
                 kernels[op] = row.kernel
+    for op in kernels.keys() - recipe.kernels.keys():
+        kernels[op] = next(row.kernel for row in table.rows_of(op, device) if not row.unfit(kernels))
     recipe = chz.replace(recipe, kernels=kernels)
     if isinstance(recipe.data.loader, RolloutsConfig):
         loader = chz.replace(recipe.data.loader, invariant=True)
