@@ -190,3 +190,35 @@ def store(world: Any, folder: str, kind: str, load: bool) -> float:
 def test_a_run_saved_under_one_placement_goes_on_under_another(tmp_path: Any) -> None:
     spawn(store, 2, str(tmp_path), "flat", False)
     assert max(spawn(store, 3, str(tmp_path), "owned", True)) <= 2e-5
+
+
+def declare(world: Any, stray: str) -> list[Any]:
+    """One matrix on each of two pipeline stages, and declarations for both; `stray` is one of no stage's."""
+    from intarsia.config import MeshConfig
+    from intarsia.contracts import Init, OptimizerGroup
+    from intarsia.errors import UsageError
+    from intarsia.mesh import Mesh, check_mesh
+    from intarsia.parameters import ParameterInfo, ParameterTable
+    from intarsia_optimizers.config import MuonConfig, SplitConfig
+    from intarsia_optimizers.muon import build
+
+    name, table = f"layers.{world.rank}.wq.weight", ParameterTable()
+    table.mesh = Mesh(check_mesh(MeshConfig(pp=2), 2), world)
+    table.add(ParameterInfo(name, (4, 6), "float32", Init("zeros")))
+    globs = ("layers.0.*", "layers.1.*", stray) if stray else ("layers.0.*", "layers.1.*")
+    config = MuonConfig(split=(SplitConfig(match=globs, blocks=2),), newton_schulz_dtype="float32")
+    parameter = torch.nn.Parameter(torch.zeros(4, 6))
+    try:
+        optimizer = build(config, [OptimizerGroup("default", {name: parameter})], table, world)
+    except UsageError as error:
+        return [str(error)]
+    parameter.grad = torch.ones(4, 6)
+    optimizer.step(1.0)
+    return ["", parameter.detach().flatten().tolist()]
+
+
+def test_a_declaration_need_match_in_one_pipeline_stage_only() -> None:
+    first, second = spawn(declare, 2, "")
+    assert first == second and first[0] == "" and any(first[1])
+    for message, *_ in spawn(declare, 2, "layer.0.*"):
+        assert "matches 'layer.0.*', but no matrix that Muon updates is called so" in message

@@ -19,7 +19,7 @@ from intarsia.discovery import import_reference
 from intarsia.errors import UsageError
 from intarsia.mesh import Mesh, check_mesh
 from intarsia.parameters import ParameterTable
-from intarsia.train.groups import optimizer_groups
+from intarsia.train.groups import freeze, optimizer_groups
 from intarsia_eager.context import windows_of
 from intarsia_eager.engine import prepare, prepare_regions
 from intarsia_planner import rates, stand_ins
@@ -48,14 +48,15 @@ def planned(recipe: Recipe, ranks: int, device: str = "cpu") -> RunPlan:
 
 
 class Real:
-    """The first rank of a mesh, on the CPU, with tensors of its own: other ranks' parts are zero."""
+    """The first rank of a mesh, or another one, on the CPU, with tensors of its own: other ranks' parts are zero."""
 
-    def __init__(self, recipe: Recipe, ranks: int) -> None:
+    def __init__(self, recipe: Recipe, ranks: int, rank: int = 0) -> None:
         self.recipe = recipe
-        self.comm = FakeCommunicator(0, ranks)
+        self.comm = FakeCommunicator(rank, ranks)
         mesh = Mesh(check_mesh(recipe.mesh, ranks), self.comm)
         with torch.device("meta"):
             self.model: Any = plugins.current().build(recipe.model)
+        freeze(recipe.parameter_groups, self.model)
         precision = recipe.precision
         self.table = ParameterTable.from_model(self.model, precision.master, precision.compute, precision.reduce)
         self.parallel: Any = None
@@ -214,7 +215,7 @@ def test_stand_ins_keep_what_kernels_keep() -> None:
 def test_messages_are_a_real_runs(overrides: tuple[str, ...]) -> None:
     recipe = recipe_of("llama3/debug", "train.global_batch=2", "kernels.*=reference", *overrides)
     stage = planned(recipe, 2).stages[0]
-    found = sum(size for (_, what), size in stage.wire.items() if not what.startswith("FlexShard"))
+    found = sum(size for (_, what), size in stage.wire.items() if not what.startswith(("FlexShard", "optimizer")))
     real = Real(recipe, 2)
     comm = real.groups.comm(overrides[0][5:7])
     before = {what: each.bytes for what, each in comm.stats().items()}
@@ -222,6 +223,51 @@ def test_messages_are_a_real_runs(overrides: tuple[str, ...]) -> None:
         real.forward().backward()
     moved = sum(each.bytes - before.get(what, 0) for what, each in comm.stats().items() if not what.startswith(("unshard", "reduce ")))
     assert found == pytest.approx(moved, rel=0.01) and found > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "overrides"),
+    [
+        ("llama3/debug", 2, ("mesh.tp=2", "optimizer.split.0.match=*.wq.weight", "optimizer.split.0.head_dim=32")),
+        ("llama3/debug", 3, ("sharder.placement=flat", "precision.compute=bfloat16", "sharder.master=split")),
+        ("llama3/debug", 4, ("mesh.tp=2", "sharder.placement=row", "parameter_groups.0.name=f", "parameter_groups.0.match=layers.1.*", "parameter_groups.0.frozen=true")),
+        ("llama3/debug", 2, ("sharder.placement=owned",)),
+        ("deepseek_v3/debug", 4, ("mesh.ep=2", "sharder.placement=row")),
+    ],
+)  # fmt: skip
+def test_what_an_optimizer_exchanges_is_a_real_runs(name: str, ranks: int, overrides: tuple[str, ...]) -> None:
+    recipe = recipe_of(name, "optimizer=muon", "train.global_batch=4", "kernels.*=reference", *overrides)
+    wire = planned(recipe, ranks).stages[0].wire
+    found = {axes: size for (axes, what), size in wire.items() if what == "optimizer exchange"}
+    for rank, place in ((0, 0), (ranks - 1, -1)):
+        real = Real(recipe, ranks, rank)
+        parameters = {name: each for name, each in real.sharded.parameters().items() if real.table[name].trainable}
+        groups = optimizer_groups(recipe.parameter_groups, parameters, parameters)
+        optimizer = plugins.current().build(recipe.optimizer, groups, real.table, real.comm)
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+        optimizer.step(1.0)
+        facts = optimizer.facts()
+        moved = sum(each.bytes for comm in real.groups._groups.values() for what, each in comm.stats().items() if what.startswith("Muon"))
+        assert moved == facts["transfer_bytes"] == sum(sizes[place] for sizes in facts["transfers"].values())
+        assert found == {axes: max(sizes) for axes, sizes in facts["transfers"].items() if max(sizes)}
+    assert bool(found) == ("sharder.placement=owned" not in overrides)
+
+
+def test_an_exchange_is_waited_for() -> None:
+    row, owned, none = (
+        planned(recipe_of("llama3/debug", *overrides), 2, "h200").stages[0].spent.exposed
+        for overrides in (("optimizer=muon",), ("optimizer=muon", "sharder.placement=owned"), ("optimizer=adamw",))
+    )
+    assert row > owned == pytest.approx(none, rel=0.05)
+
+
+def test_a_kernel_that_this_machine_cannot_run_is_planned_with() -> None:
+    named, chosen = (
+        planned(recipe_of("llama3/debug", "optimizer=muon", f"optimizer.newton_schulz_kernel={kernel}"), 2, "h200").stages[0].held
+        for kernel in ("symmetric_newton_schulz", "auto")
+    )
+    assert named.optimizer == chosen.optimizer and named.optimizer
 
 
 def test_flops_of_traced_work_are_the_models() -> None:
@@ -336,6 +382,9 @@ def test_the_commands_json_has_every_stage(capsys: pytest.CaptureFixture[str]) -
         (["mesh.pp=2", "--gpus", "2"], "Choose engine=pipeline"),
         (["sharder=whole"], "counts the buckets of FlexShard"),
         (["sharder.reshard=alwys"], "Did you mean 'always'"),
+        (["optimizer=muon", "optimizer.adjust=spectra"], "Did you mean 'spectral'"),
+        (["optimizer=muon", "optimizer.split.0.match=layer.0.*", "optimizer.split.0.blocks=2"], "no matrix that Muon updates is called so"),
+        (["optimizer=adamw", "optimizer.implementation=fast"], "optimizer.implementation 'fast' is unknown"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_words(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from intarsia.comm import SelfCommunicator
 from intarsia.config import Recipe
+from intarsia.errors import UsageError
 from intarsia.layout import DTYPE_BYTES, Layout
 from intarsia.mesh import AXES, coordinates, full_sizes
 from intarsia.parameters import ParameterInfo, ParameterTable
@@ -89,6 +90,7 @@ def plan_stage(
     specs = assign(config, table.values(), blocks, running(modules), *dtypes, outside, sizes, elsewhere, wide)
     check_quantisation(config.tile, config.scales)
     check_masters(config.master == "split", table, specs)
+    table.mesh = mesh
     slots, optimizer = optimizer_slots(recipe, model, table, plugins)
     data_ranks = sizes["dp_replicate"] * sizes["dp_shard"]
     settings = Settings(
@@ -204,7 +206,7 @@ def optimizer_slots(recipe: Recipe, model: nn.Module, table: ParameterTable, plu
     """Bytes of optimizer state by parameter, and in words what there is; None and the reason where it cannot be known without the run.
 
     The optimizer is built over whole parameters on the meta device (on the CPU where it refuses and they are few): elements of its state correspond to those of
-    the local parameters, so that a share of a parameter has its share of the state.
+    the local parameters, so that a share of a parameter has its share of the state. Raises UsageError for settings that it refuses.
     """
     trained = [name for name in table if table[name].trainable]
     few = sum(math.prod(table[name].shape) for name in trained) <= CHEAP
@@ -213,6 +215,8 @@ def optimizer_slots(recipe: Recipe, model: nn.Module, table: ParameterTable, plu
     for device in ("meta", "cpu") if few else ("meta",):
         try:
             return _probe(recipe, table, trained, plugins, device)
+        except UsageError:
+            raise
         except Exception as error:  # Whatever a third party's optimizer does there: the rest of the plan is right without it.
             reason = reason or f"{type(error).__name__}: {error}".splitlines()[0]
         finally:

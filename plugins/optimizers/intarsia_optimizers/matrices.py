@@ -10,7 +10,7 @@ import dataclasses
 import fnmatch
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from intarsia.errors import UsageError, did_you_mean
 from intarsia.layout import Box, Region
@@ -29,8 +29,13 @@ def find_split(name: str, splits: Sequence[SplitConfig]) -> SplitConfig | None:
     return next((split for split in splits if any(fnmatch.fnmatchcase(name, glob) for glob in split.match)), None)
 
 
-def check_splits(splits: Sequence[SplitConfig], names: Sequence[str]) -> None:
-    """Raise UsageError for a declaration that says nothing, or too much, or matches none of `names`."""
+def unmatched(splits: Sequence[SplitConfig], names: Sequence[str]) -> list[str]:
+    """The declarations' globs that match none of `names`."""
+    return [glob for split in splits for glob in split.match if not any(fnmatch.fnmatchcase(name, glob) for name in names)]
+
+
+def check_splits(splits: Sequence[SplitConfig], names: Sequence[str], elsewhere: Collection[str] = ()) -> None:
+    """Raise UsageError for a declaration that says nothing, or too much, or has a glob that matches none of `names` and is not in `elsewhere`."""
     for number, split in enumerate(splits):
         said = [field for field in ("blocks", "head_dim", "sizes") if getattr(split, field)]
         if len(said) != 1:
@@ -39,8 +44,8 @@ def check_splits(splits: Sequence[SplitConfig], names: Sequence[str]) -> None:
             )
         if min(split.blocks, split.head_dim, *split.sizes, 0) < 0 or 0 in split.sizes:
             raise UsageError(f"optimizer.split.{number} ({', '.join(split.match)}): numbers of rows and blocks must be positive.")
-        for glob in split.match:
-            if not any(fnmatch.fnmatchcase(name, glob) for name in names):
+        for glob in unmatched([split], names):
+            if glob not in elsewhere:
                 raise UsageError(
                     f"optimizer.split.{number} matches {glob!r}, but no matrix that Muon updates is called so. {did_you_mean(glob, list(names))}"
                 )

@@ -25,9 +25,9 @@ from intarsia_optimizers.adamw import AdamRule, choose_implementation
 from intarsia_optimizers.config import MuonConfig
 from intarsia_optimizers.elementwise import Elementwise
 from intarsia_optimizers.kernels import choose_kernel
-from intarsia_optimizers.matrices import check_splits, find_split, is_matrix, matrices_of
+from intarsia_optimizers.matrices import check_splits, find_split, is_matrix, matrices_of, unmatched
 from intarsia_optimizers.muon_update import Cut, Kernels, Update, Whole, plan, wire_of
-from intarsia_optimizers.ownership import cut_text, find_ownership, group_of
+from intarsia_optimizers.ownership import Axes, cut_text, find_ownership, group_of
 from intarsia_optimizers.runs import Member, Order, allocate, local_member, master_dtype
 from intarsia_optimizers.settings import BOUNDS, check_choice, check_state_dtype, group_settings
 from intarsia_optimizers.updates import Scalar, muon_apply, muon_directions, newton_schulz
@@ -113,7 +113,8 @@ class Muon:
 
     def _place(self, table: ParameterTable, comm: Communicator) -> None:
         """Find the matrices, and where each is worked on."""
-        check_splits(self._config.split, list(self._members))
+        is_plan = comm.device.type == "meta"
+        check_splits(self._config.split, list(self._members), self._elsewhere(table, is_plan))
         self._matrices: dict[str, list[Box]] = {}
         self._layouts: dict[str, Layout] = {}
         for name in self._members:
@@ -123,11 +124,11 @@ class Muon:
         found = find_ownership(self._layouts, self._matrices, self._config.newton_schulz_steps)
         self._journeys, self._loads = found.journeys, found.loads
         self._local = {name: layout.local(table.rank_in(layout)) for name, layout in self._layouts.items()}
-        self._groups = {}
+        self._groups: dict[Axes, Communicator] = {}
         for axes in dict.fromkeys(journey.axes for journey in self._journeys.values()):
             self._groups[axes] = group_of(axes, table.mesh, comm)
         facts = self.facts()
-        if self._journeys and comm.rank == 0:
+        if self._journeys and comm.rank == 0 and not is_plan:
             first = next(iter(self._journeys))
             log.warning(
                 "Muon: %d of %d parameters have matrices that no rank holds whole, %s first: in each step they travel to an owner and back, %d bytes "
@@ -138,19 +139,29 @@ class Muon:
                 facts["transfer_bytes"],
             )
 
+    def _elsewhere(self, table: ParameterTable, is_plan: bool) -> list[str]:
+        """The globs of `split` that match in another pipeline stage, though not in this one; in a plan, whose other stages nobody can ask, all that do not match here."""
+        mesh, missing = table.mesh, unmatched(self._config.split, list(self._members))
+        if mesh is None or mesh.sizes.get("pp", 1) == 1 or not self._config.split:
+            return []
+        everywhere = [] if is_plan else mesh.comm("pp").gather_json(missing, "optimizer.split of other stages")
+        return [glob for glob in missing if is_plan or not all(glob in stage for stage in everywhere)]
+
     def facts(self) -> dict[str, Any]:
         """How matrices are worked on: `matrices` and `cut` count parameters; `cut_parameters` names those that travel; `transfer_bytes` is what this rank receives for it in
-        one step; `loads` are FLOPs of Newton-Schulz by rank, under the axes that cut ("replicated" where none does)."""
-        received = 0
+        one step, `transfers` what each rank does, under the axes that cut; `loads` are FLOPs of Newton-Schulz by rank, likewise ("replicated" where none does)."""
+        received: dict[Axes, list[int]] = {axes: [0] * group.size for axes, group in self._groups.items()}
         for name, journey in self._journeys.items():
             there, back = wire_of(self._dtype, master_dtype(self._members[name]))
-            received += journey.wire_bytes(self._groups[journey.axes].rank, (there.itemsize, back.itemsize))
+            for rank in range(len(received[journey.axes])):
+                received[journey.axes][rank] += journey.wire_bytes(rank, (there.itemsize, back.itemsize))
         loads = {"+".join(name for name, _ in axes) or "replicated": list(load) for axes, load in self._loads.items()}
         return {
             "matrices": len(self._members),
             "cut": len(self._journeys),
             "cut_parameters": list(self._journeys),
-            "transfer_bytes": received,
+            "transfer_bytes": sum(received[axes][group.rank] for axes, group in self._groups.items()),
+            "transfers": {"+".join(name for name, _ in axes): each for axes, each in received.items()},
             "loads": loads,
         }
 

@@ -17,8 +17,9 @@ from intarsia.plugins import Plugins
 from intarsia_flexshard import planning
 from intarsia_flexshard.config import FlexShardConfig
 
-from intarsia_planner import rates, stage, stand_ins
+from intarsia_planner import rates, stage, stand_ins, transfers
 from intarsia_planner.devices import Device
+from intarsia_planner.fake import Message
 from intarsia_planner.memory import Held, held
 from intarsia_planner.trace import Work
 
@@ -157,6 +158,7 @@ class _Rank:
     flexshard: Any
     traced: list[stage.TracedStage]
     spans: dict[str, int]
+    moved: list[Message]
 
     @classmethod
     def of(cls, recipe: Recipe, sizes: Any, device: Device, plugins: Plugins, chosen: Any, number: int, found: dict[Any, Any]) -> _Rank:
@@ -167,10 +169,12 @@ class _Rank:
         if part is not None:  # A schedule brings a stage's parameters once in a step, or around each of its actions.
             driven = 1 if getattr(recipe.engine, "unshard", "step") == "step" else 2 * part.micro_batches
         flexshard = planning.plan_stage(recipe, made.model, made.table, made.mesh, plugins, device.is_accelerator, driven)
+        # Where its state is unknown the optimizer cannot be built without the run.
+        moved = [] if flexshard.settings.slots is None else transfers.messages(transfers.transfers(made, plugins))
         names = tuple(name for part in made.parts if part is not None for name in part.blocks) or tuple(made.model.regions().blocks)
         traced = stage.trace(made, chosen, device.is_accelerator, found)
         spans = spans_of(made.mesh.sizes)
-        return cls(recipe, names, part, flexshard, traced, spans)
+        return cls(recipe, names, part, flexshard, traced, spans, moved)
 
     @property
     def micro_batches(self) -> int:
@@ -213,6 +217,8 @@ class _Rank:
         axes = "+".join(axis for axis in ("dp_shard", "cp", "tp") if self.flexshard.sizes[axis] > 1) or "dp_shard"
         for what in ("gather", "reduce", "replicas"):
             found[axes if what != "replicas" else "dp_replicate", f"FlexShard {what}"] += getattr(rank, what)
+        for message in self.moved:
+            found[message.axes, "optimizer exchange"] += message.received
         return {key: size for key, size in found.items() if size}
 
     def plan(self, device: Device, sizes: Mapping[str, int], timeline: _Timeline, number: int) -> StagePlan:
@@ -246,7 +252,7 @@ class _Rank:
         compute, waiting = (sum(each[which] for each in passes) * self.micro_batches for which in (0, 1))
         gathers, reductions, tail = self._sharding(device)
         beside = gathers + reductions
-        exposed = waiting + tail + max(beside - compute, 0.0)
+        exposed = waiting + tail + max(beside - compute, 0.0) + rates.messages(device, self.moved, self.spans, True)
         return Spent(
             compute=compute,
             exposed=exposed,
