@@ -56,13 +56,19 @@ def by_torch(kind: Any, shards: Shards, decay: float, steps: int = 3, **options:
 
 
 @pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("implementation", ["auto", "foreach"])
+@pytest.mark.parametrize("implementation", ["auto", "fused", "foreach"])
 def test_torchs_numbers(implementation: str, flat: bool) -> None:
     cases = [
         (AdamWConfig(lr=0.01, weight_decay=0.1, implementation=implementation), torch.optim.AdamW, 0.1, {"lr": 0.01, "betas": (0.9, 0.95)}),
         (AdamConfig(lr=0.01, l2=0.1, implementation=implementation), torch.optim.Adam, 0.1, {"lr": 0.01}),
-        (SGDConfig(lr=0.1, l2=0.1, momentum=0.8, nesterov=True), torch.optim.SGD, 0.1, {"lr": 0.1, "momentum": 0.8, "nesterov": True}),
-        (SGDConfig(lr=0.1, momentum=0.0), torch.optim.SGD, 0.0, {"lr": 0.1}),
+        (
+            SGDConfig(lr=0.1, l2=0.1, momentum=0.8, nesterov=True, implementation=implementation),
+            torch.optim.SGD,
+            0.1,
+            {"lr": 0.1, "momentum": 0.8, "nesterov": True},
+        ),
+        (SGDConfig(lr=0.1, momentum=0.8, implementation=implementation), torch.optim.SGD, 0.0, {"lr": 0.1, "momentum": 0.8}),
+        (SGDConfig(lr=0.1, momentum=0.0, implementation=implementation), torch.optim.SGD, 0.0, {"lr": 0.1}),
     ]
     for config, kind, decay, options in cases:
         shards = Shards(flat=flat)
@@ -70,6 +76,38 @@ def test_torchs_numbers(implementation: str, flat: bool) -> None:
         run(config, shards)
         for name, copy in copies.items():
             assert torch.allclose(shards.parameters[name], copy, rtol=1e-5, atol=1e-6), (config, name)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_both_ways_of_sgd_decay_alike(split: bool) -> None:
+    found = []
+    for implementation in ("fused", "foreach"):
+        shards = Shards(split=split)
+        run(SGDConfig(lr=0.1, weight_decay=0.2, l2=0.1, nesterov=True, implementation=implementation), shards)
+        found.append(shards)
+    close(*found)
+
+
+def test_sgd_is_fused_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+
+    def counting(values: Any, *arguments: Any, **options: Any) -> None:
+        done.append(len(values))
+
+    monkeypatch.setattr(torch, "_fused_sgd_", counting)
+    run(SGDConfig(), Shards(), 1)
+    assert len(done) > 1, "more than the probe"
+    done.clear()
+    run(SGDConfig(implementation="foreach"), Shards(), 1)
+    assert not done
+
+    def missing(*arguments: Any, **options: Any) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch, "_fused_sgd_", missing)
+    run(SGDConfig(), Shards(), 1)
+    with pytest.raises(UsageError, match=r"torch has no fused SGD for torch.float32 on cpu. Set optimizer.implementation=auto"):
+        built(SGDConfig(implementation="fused"), Shards())
 
 
 def test_lion_is_its_paper_in_float64() -> None:
@@ -374,6 +412,7 @@ def test_a_kernel_takes_the_update_where_torchs_cannot(kernel_plugin: Any) -> No
         (AdamConfig(l2=0.1, weight_decay=0.1), "optimizer.l2 is 0.1 and optimizer.weight_decay is 0.1.*Set one"),
         (LionConfig(betas=(-0.1, 0.9)), "optimizer.betas is -0.1"),
         (SGDConfig(momentum=1.0), "optimizer.momentum is 1"),
+        (SGDConfig(implementation="fusd"), "optimizer.implementation 'fusd' is unknown.*fused"),
         (SGDConfig(nesterov=True, momentum=0.0), "optimizer.nesterov needs momentum"),
     ],
 )

@@ -270,6 +270,12 @@ def test_a_kernel_that_this_machine_cannot_run_is_planned_with() -> None:
     assert named.optimizer == chosen.optimizer and named.optimizer
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_fused_update_is_planned_with(optimizer: str) -> None:
+    plan = planned(recipe_of("llama3/debug", f"optimizer={optimizer}", "optimizer.implementation=fused"), 2, "h200")
+    assert plan.stages[0].held.optimizer
+
+
 def test_flops_of_traced_work_are_the_models() -> None:
     plan = planned(recipe_of("llama3/debug", "train.global_batch=2", "train.sequence_length=256"), 1, "h200")
     # Attention's backward computes its scores again, which counts do not have.

@@ -73,6 +73,7 @@ class SGDConfig(ElementwiseConfig):
     l2: float = chz.field(default=0.0, doc="Weight decay that is not decoupled: l2 times the parameter is added to its gradient.")
     momentum: float = chz.field(default=0.9, doc="Share of the momentum that stays; 0: none is kept.")
     nesterov: bool = chz.field(default=False, doc="Nesterov momentum.")
+    implementation: str = chz.field(default="auto", doc="fused, foreach, or auto: fused where torch has it for device and dtypes.")
 
 
 @chz.chz(typecheck=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from intarsia.contracts import OptimizerGroup
 from intarsia.errors import UsageError
+from torch import Tensor
 
 from intarsia_optimizers.config import SGDConfig
 from intarsia_optimizers.elementwise import Elementwise, ElementwiseOptimizer, Rule
-from intarsia_optimizers.settings import by_decay, check_state_dtype, group_settings
-from intarsia_optimizers.updates import Scalar, Tensors, sgd_lists
+from intarsia_optimizers.settings import by_decay, check_choice, check_state_dtype, group_settings
+from intarsia_optimizers.updates import Scalar, Tensors, decay, sgd_lists
 
 if TYPE_CHECKING:
     from intarsia.comm import Communicator
@@ -26,6 +28,7 @@ class SGDRule(Rule):
     momentum: float
     nesterov: bool
     l2: float
+    fused: bool
 
     @property
     def slots(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -35,18 +38,49 @@ class SGDRule(Rule):
     def plain(self, values: Tensors, gradients: Tensors, states: Sequence[Tensors], steps: Tensors, lr: Scalar) -> None:
         """See `Rule.plain`."""
         momenta = states[0] if states else None
-        sgd_lists(values, gradients, momenta, lr, self.momentum, self.nesterov, self.weight_decay, self.l2)
+        if self.fused:
+            decay(values, lr, self.weight_decay)
+            # Momentum begins as zeros, which no step has to be the first for.
+            options = {"weight_decay": self.l2, "momentum": self.momentum, "dampening": 0.0, "nesterov": self.nesterov}
+            torch._fused_sgd_(values, gradients, momenta or [], lr=lr, maximize=False, is_first_step=False, **options)  # type: ignore[call-overload]
+        else:
+            sgd_lists(values, gradients, momenta, lr, self.momentum, self.nesterov, self.weight_decay, self.l2)
+
+
+def has_fused(parameters: Sequence[Tensor]) -> bool:
+    """Whether torch has a fused SGD kernel for these tensors' devices and dtypes; found by running it on one element of each."""
+    for device, dtype in {(parameter.device, parameter.dtype) for parameter in parameters}:
+        probe = [[torch.zeros(1, device=device, dtype=dtype)] for _ in range(3)]
+        options: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
+        try:
+            torch._fused_sgd_(*probe, maximize=False, is_first_step=False, **options)  # type: ignore[call-overload]
+        except (RuntimeError, NotImplementedError, AttributeError):
+            return False
+    return True
+
+
+def choose_fused(wanted: str, parameters: Sequence[Tensor]) -> bool:
+    """For `optimizer.implementation`: whether updates are torch's fused kernel. Raises UsageError where it was asked for and there is none."""
+    check_choice("implementation", wanted, ("auto", "fused", "foreach"))
+    if wanted == "foreach" or any(parameter.is_meta for parameter in parameters):  # A plan carries nothing out.
+        return False
+    fused = has_fused(parameters)
+    if wanted == "fused" and not fused:
+        kinds = sorted({f"{parameter.dtype} on {parameter.device}" for parameter in parameters})
+        raise UsageError(f"torch has no fused SGD for {', '.join(kinds)}. Set optimizer.implementation=auto.")
+    return fused
 
 
 def build(config: SGDConfig, groups: Sequence[OptimizerGroup], table: ParameterTable, comm: Communicator) -> ElementwiseOptimizer:
     """The entry's target. Slot of every parameter: momentum, where there is some."""
     rates, parts = {}, []
+    fused = choose_fused(config.implementation, [each for group in groups for each in group.parameters.values() if each.numel()])
     for group in groups:
-        settings = group_settings(config, group, fixed=("state_dtype",))
+        settings = group_settings(config, group, fixed=("state_dtype", "implementation"))
         rates[group.name] = settings.lr
         if settings.nesterov and not settings.momentum:
             raise UsageError(f"optimizer.nesterov needs momentum, and group {group.name!r} has none: set optimizer.momentum (0.9, say).")
         for decayed, chosen in by_decay(group, table, settings.decay_vectors):
-            rule = SGDRule(settings.lr, settings.weight_decay * decayed, settings.momentum, settings.nesterov, settings.l2 * decayed)
+            rule = SGDRule(settings.lr, settings.weight_decay * decayed, settings.momentum, settings.nesterov, settings.l2 * decayed, fused)
             parts.append((rule, chosen))
     return ElementwiseOptimizer(rates, Elementwise(parts, table, check_state_dtype(config)))
