@@ -221,6 +221,23 @@ def test_overflow_is_an_error_of_the_step_on_every_rank() -> None:
     assert len(set(run_ranks(2, work))) == 1
 
 
+def test_overflow_of_an_evaluation_is_an_error_of_its_own() -> None:
+    """No step comes behind the last one, which would tell."""
+
+    def work(comm: Communicator) -> None:
+        layer, _ = overflowing(comm, "error")
+        with pytest.raises(UsageError):
+            layer.reduce(comm.all_reduce)
+        layer.eval()
+        with torch.no_grad():
+            layer(batch(1, 8, comm.rank))
+        with pytest.raises(UsageError, match=r"16 pairs.*nor an evaluation was taken"):
+            layer.evaluated(comm.all_reduce)
+        layer.reduce(comm.all_reduce)  # the next step is not told of it
+
+    run_ranks(2, work)
+
+
 def test_overflow_is_dropped_and_counted() -> None:
     """8 slots for 16 pairs: the first four tokens' pairs of each expert arrive, by expert and then by token; the rest add nothing and get no gradient."""
 

@@ -207,6 +207,23 @@ def test_evaluation_without_a_counted_token_is_reported() -> None:
     assert evaluate(built) == {} and "no held-out token" in messages[0]
 
 
+def test_what_an_evaluation_put_off_is_raised_at_its_end_and_by_nothing_else() -> None:
+    """Also of the last one, behind which no step comes."""
+
+    class Counting:
+        """Adds its passes up when it is asked; one of two states has nothing to say."""
+
+        def evaluated(self, all_reduce_sum: Any) -> None:
+            raise NumericsError(f"{int(all_reduce_sum(torch.tensor(3)))} did not fit")
+
+    built = make()
+    built.evaluation = Batches([batch_of(1.0), batch_of(2.0)])  # type: ignore[assignment]
+    built.step_states = [SimpleNamespace(), Counting()]  # type: ignore[list-item]
+    with pytest.raises(NumericsError, match="3 did not fit"):
+        evaluate(built)
+    assert built.model.training
+
+
 def test_the_end_of_the_data_is_none() -> None:
     assert train_step(make(), Flags) is None
 

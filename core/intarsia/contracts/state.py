@@ -67,7 +67,8 @@ class Migrates(Protocol):
 
 @runtime_checkable
 class StepState(Protocol):
-    """State that changes with training once per optimizer step, whatever accumulation or recomputation does (router counts and biases). Stability: provisional."""
+    """State that changes with training once per optimizer step, whatever accumulation or recomputation does (router counts and biases). One that has a method
+    `evaluated(all_reduce_sum)` as well is called by it once at the end of each evaluation, likewise on every rank, to raise what its passes put off. Stability: provisional."""
 
     def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
         """Combine what this step's micro-batches counted over all ranks, before the event `before_update`. The argument sums a tensor over the

@@ -30,6 +30,8 @@ def evaluate(built: Built) -> dict[str, float]:
                 results.append(built.engine.evaluate(built.on_device(batch)))
     finally:
         built.model.train()
+    for evaluated in filter(None, (getattr(state, "evaluated", None) for state in built.step_states)):
+        evaluated(lambda tensor: built.mesh.stage.all_reduce(tensor, what="evaluation's state"))
     sums = add_up(results)
     # Of the ranks that share a part of the data one counts it.
     first = not any(built.mesh.coordinates[axis] for axis in ("pp", "cp", "tp"))

@@ -67,7 +67,7 @@ class FixedCapacity:
         return self._tables
 
     def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
-        """Raise UsageError, on every rank, where pairs overflowed since the last step and that is an error."""
+        """Raise UsageError, on every rank, where pairs overflowed since the last step or evaluation and that is an error."""
         if self._config.overflow != "error":
             return
         pairs = torch.zeros((), dtype=torch.int64, device=self._comm.device) if self._overflow is None else self._overflow.clone()
@@ -77,7 +77,7 @@ class FixedCapacity:
         if total:
             raise UsageError(
                 f"fixed_capacity: {total} pairs of tokens and experts did not fit into what ranks send each other (factor {self._config.factor:g}, {self._tokens} tokens a rank, "
-                f"{self._comm.size} ranks). The step's update was not applied. Raise the dispatcher's `factor` ({self._comm.size} is always enough), choose overflow=drop, or all_to_all."
+                f"{self._comm.size} ranks). Neither a step's update nor an evaluation was taken from that. Raise the dispatcher's `factor` ({self._comm.size} is always enough), choose overflow=drop, or all_to_all."
             )
 
 

@@ -84,6 +84,10 @@ class MoE(nn.Module):
         """The dispatcher's."""
         self.experts.dispatcher.reduce(all_reduce_sum)
 
+    def evaluated(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
+        """The dispatcher's end of a step, which an evaluation has too."""
+        self.experts.dispatcher.reduce(all_reduce_sum)
+
     def commit(self) -> None:
         """Nothing to apply: the router's own is a StepState too."""
 

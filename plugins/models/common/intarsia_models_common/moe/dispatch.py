@@ -78,8 +78,8 @@ class Dispatcher(Protocol):
         """Send token n's row to the ranks of experts `experts_NK[n]` (int64, distinct within a token); `weights_NK` is float32. May return before anything has arrived."""
 
     def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
-        """At the end of a step, before its update, once: raise what could not be raised without waiting for the device. Every rank calls it; the argument sums a tensor over
-        all ranks that share the data, in place."""
+        """At the end of a step, before its update, once, and at the end of an evaluation: raise what could not be raised without waiting for the device. Every rank calls it; the
+        argument sums a tensor over all ranks that share the data, in place."""
 
 
 def experts_of(experts: int, ranks: int) -> list[int]:
