@@ -53,7 +53,7 @@ def check_mesh(config: MeshConfig, world: int) -> dict[str, int]:
     if folded % sizes["ep"]:
         raise UsageError(
             f"mesh: ep {sizes['ep']} does not divide dp_shard {sizes['dp_shard']} x cp {sizes['cp']} x tp {sizes['tp']} = {folded}, "
-            f"out of which expert parallelism is folded. Choose ep among the divisors of {folded}."
+            f"out of which expert parallelism is folded. Choose ep among the divisors of {folded}, or another dp_shard, cp or tp."
         )
     return sizes
 
