@@ -38,6 +38,35 @@ CHAINS: dict[str, tuple[str, list[tuple[str, int, tuple[str, ...]]]]] = {
         ],
     ),
 }
+# Up to eight processes: the other meshes of `_mesh_scenarios`, one after the other.
+WIDE: dict[str, tuple[str, list[tuple[str, int, tuple[str, ...]]]]] = {
+    "wide": (
+        "deepseek_deep",
+        [
+            ("tp4", 4, ("mesh.tp=4",)),
+            ("pp4-interleaved", 4, ("mesh.pp=4", *PIPELINE, "engine.schedule=interleaved")),
+            ("cp4-ring", 4, ("mesh.cp=4", "parallel=declared", "parallel.context=ring")),
+            ("pp2-tp2-dp2", 8, ("mesh.pp=2", "mesh.tp=2", "mesh.dp_shard=2", *PIPELINE)),
+            ("ep4", 4, ("mesh.ep=4", "train.micro_batch=1")),
+            ("pp2-ep2-dp2", 4, ("mesh.pp=2", "mesh.ep=2", "mesh.dp_shard=2", *PIPELINE, "engine.schedule=zb_h1")),
+            ("cp2-tp2-dp2", 8, ("mesh.cp=2", "mesh.tp=2", "mesh.dp_shard=2")),
+            ("pp4-dualpipev", 4, ("mesh.pp=4", "train.micro_batch=1", *PIPELINE, "engine.schedule=dualpipev")),
+            ("pp2-cp2-tp2", 8, ("mesh.pp=2", "mesh.cp=2", "mesh.tp=2", *PIPELINE, "engine.schedule=zbv")),
+            ("one", 1, ()),
+        ],
+    ),
+    "wide-heads": (
+        "llama_muon",
+        [
+            ("tp4", 4, ("mesh.tp=4",)),
+            ("pp2-cp2-tp2", 8, ("mesh.pp=2", "mesh.cp=2", "mesh.tp=2", *PIPELINE)),
+            ("cp4-ulysses", 4, ("mesh.cp=4", "parallel=declared", "parallel.context=ulysses")),
+            ("pp4-gpipe", 4, ("mesh.pp=4", *PIPELINE, "engine.schedule=gpipe")),
+            ("pp2-tp2-dp2", 8, ("mesh.pp=2", "mesh.tp=2", "mesh.dp_shard=2", *PIPELINE)),
+            ("one", 1, ()),
+        ],
+    ),
+}
 EACH = 2
 
 
@@ -46,13 +75,13 @@ def meshes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Meshes]:
     """Processes for all tests."""
     folder: Path = tmp_path_factory.mktemp("checkpoints")
     write_documents(folder)
-    with Meshes(folder, 4) as made:
+    with Meshes(folder) as made:
         yield made
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", [*CHAINS, *(pytest.param(name, marks=pytest.mark.slow) for name in WIDE)])
 def test_a_run_moves_from_mesh_to_mesh(name: str, meshes: Meshes) -> None:
-    recipe, links = CHAINS[name]
+    recipe, links = (CHAINS | WIDE)[name]
     steps = f"train.steps={EACH * len(links)}"
     unbroken = meshes.run([{"name": f"unbroken-{name}", "ranks": 1, "recipe": recipe, "overrides": [steps]}])[f"unbroken-{name}"]
     assert "error" not in unbroken, unbroken["error"]
