@@ -88,6 +88,37 @@ def test_what_differs_is_named_with_its_role():
     text = outcomes[0][1]
     assert "FAILED: " in text and "DIFFERS" in text
     assert "layers.0.attention.wq.weight" in text and "column" in text
+    assert "to check the rest" not in text
+
+
+FIXED = ("parallel=declared", "parallel.dispatcher=fixed_capacity", "parallel.dispatcher.factor=0.4")
+
+
+def test_pairs_that_overflow_are_told_and_not_what_differs_for_it(meshes):
+    outcomes = on_ranks(meshes, 2, "parallel", "check", "deepseek_v3", "--mesh", "dp_shard=2,ep=2", *SMALL, *FIXED)
+    assert [code for code, _ in outcomes] == [2, 2], outcomes[0][1]
+    assert "did not fit into what ranks send each other (factor 0.4" in outcomes[0][1] and "DIFFERS" not in outcomes[0][1]
+
+
+def test_pairs_that_are_dropped_by_setting_explain_what_differs(meshes):
+    drop = (*FIXED, "parallel.dispatcher.overflow=drop")
+    outcomes = on_ranks(meshes, 2, "parallel", "check", "deepseek_v3", "--mesh", "dp_shard=2,ep=2", *SMALL, *drop)
+    assert [code for code, _ in outcomes] == [1, 1], outcomes[0][1]
+    assert "FAILED: " in outcomes[0][1] and "of 4 layers (layers.1.feed_forward.experts first) may leave pairs" in outcomes[0][1]
+
+
+def test_noise_explains_what_differs(meshes):
+    outcomes = on_ranks(meshes, 2, "parallel", "check", "deepseek_v3", "--mesh", "tp=2", *SMALL, "model...jitter=0.1")
+    assert [code for code, _ in outcomes] == [1, 1], outcomes[0][1]
+    assert "FAILED: " in outcomes[0][1] and outcomes[0][1].rstrip().endswith("switch that off to check the rest.")
+
+
+def test_gradients_that_are_rounding_alone_are_not_compared(meshes):
+    """Rows of three tokens leave a depth of prediction with tokens that see one key: queries have no gradient but what rounding leaves of sums that cancel."""
+    outcomes = on_ranks(meshes, 2, "parallel", "check", "deepseek_v3", "--mesh", "cp=2", "--sequence", "3", "--all")
+    assert [code for code, _ in outcomes] == [0, 0], outcomes[0][1]
+    told = [line for line in outcomes[0][1].splitlines() if "rounding alone on both sides" in line]
+    assert any("mtp.0.block.attention.wq_b.weight" in line for line in told) and len(told) == 3
 
 
 def test_the_trainer_runs_a_tensor_parallel_mesh(meshes, tmp_path):

@@ -14,7 +14,7 @@ import torch
 from intarsia import logical, plugins
 from intarsia.comm import Communicator, SelfCommunicator, init_world
 from intarsia.config import Recipe
-from intarsia.contracts import IGNORE, Batch, Loss, LossSum, Model, Parallel
+from intarsia.contracts import IGNORE, Batch, Loss, LossSum, Model, Parallel, StepState
 from intarsia.device import on_device
 from intarsia.discovery import import_reference
 from intarsia.errors import IntarsiaError, PluginError, UsageError
@@ -33,15 +33,21 @@ from intarsia_parallel.table import told
 # Where each token of a batch stands in the whole step: row * S + index. Named so that context parallelism cuts it.
 INDEX = "index_BS"
 
+# Gradients that are smaller than the largest of all by more than float32 has digits are rounding.
+ROUNDING = torch.finfo(torch.float32).eps
+
 
 @dataclasses.dataclass
 class Outcome:
-    """What a step gave, by name: outputs (hidden states of all tokens), sums, and gradients, all whole. `roles` by parameter."""
+    """What a step gave, by name: outputs (hidden states of all tokens), sums, and gradients, all whole. `roles` by parameter. `drops`: modules that may leave out what a token was
+    to get, by setting. `draws`: the step drew random numbers, as a router's jitter does."""
 
     outputs: dict[str, Tensor]
     sums: dict[str, Tensor]
     gradients: dict[str, Tensor]
     roles: dict[str, str] = dataclasses.field(default_factory=dict)
+    drops: Sequence[str] = ()
+    draws: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +81,8 @@ def check(recipe: Recipe, sizes: Mapping[str, int], settings: Settings) -> int:
         differences = compare(whole, outcome) if whole is not None else []
         failed = any(not each.error <= settings.tolerance for each in differences)
         if world.rank == 0:
-            print("\n".join(report(recipe, sizes, settings, differences)))
+            causes = causes_of(outcome.drops, whole is not None and whole.draws)
+            print("\n".join([*report(recipe, sizes, settings, differences), *(causes if failed else ())]))
         return int(world.all_reduce(torch.tensor([int(failed)], device=world.device), "max", "verdict").item())
     finally:
         logical.reset()
@@ -164,11 +171,13 @@ def run_whole(recipe: Recipe, batches: Sequence[Sequence[Batch]], device: torch.
     running = engine.EagerEngine(model, loss)
     running_batches = [on_device(batch, device) for ranks in batches for batch in ranks]
     model.train()
+    state = torch.get_rng_state()
     sums = _sums(running.run(running_batches, 1.0 / max(1, counted(batches)), sharded))
+    draws = not torch.equal(state, torch.get_rng_state())
     sharded.finish_gradients()
     gradients = {name: parameter.grad for name, parameter in sharded.parameters().items() if parameter.grad is not None}
     tokens = sum(batch.tokens_BS.numel() for ranks in batches for batch in ranks)
-    return Outcome(dict(loss.put(tokens, world)), sums, gradients)
+    return Outcome(dict(loss.put(tokens, world)), sums, gradients, draws=draws)
 
 
 def run_mesh(recipe: Recipe, mesh: Mesh, batches: Sequence[Batch], count: int, settings: Settings) -> Outcome:
@@ -185,6 +194,9 @@ def run_mesh(recipe: Recipe, mesh: Mesh, batches: Sequence[Batch], count: int, s
     with explained(model, getattr(parallel, "roles", {}), recipe.compile.mode == "none"):
         sums = _sums(engine.run(local, 1.0 / max(1, count), sharded))
         sharded.finish_gradients()
+    # What a step puts off to its end is told here as well: pairs that overflowed explain every difference.
+    for state in [module for module in model.modules() if isinstance(module, StepState)]:
+        state.reduce(lambda tensor: mesh.stage.all_reduce(tensor, what="step state"))
     names = sorted({name for each in world.gather_json(sorted(sums), what="names") for name in each})
     # Ranks along tp have the same sums: the first one's count.
     mine = [sums[name] if name in sums and not mesh.coordinates["tp"] else torch.zeros((), dtype=torch.float64) for name in names]
@@ -204,7 +216,15 @@ def run_mesh(recipe: Recipe, mesh: Mesh, batches: Sequence[Batch], count: int, s
             info = table[name] if name in table else None  # noqa: SIM401 (an unknown name is a UsageError)
             parameter = local_parameters.get(name)
             gradients[name] = _whole_gradient(info, None if parameter is None else parameter.grad, shape, table, mesh)
-    return Outcome(whole_outputs, dict(zip(names, totals.unbind(), strict=True)), gradients, dict(getattr(parallel, "roles", {})))
+    dropping = [name for name, module in model.named_modules() if _drops(module)]
+    drops = sorted({name for each in world.gather_json(dropping, what="drops") for name in each})
+    return Outcome(whole_outputs, dict(zip(names, totals.unbind(), strict=True)), gradients, dict(getattr(parallel, "roles", {})), drops)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether its dispatcher owns up to leaving pairs out."""
+    capabilities = getattr(getattr(module, "dispatcher", None), "capabilities", None)
+    return bool(getattr(capabilities, "drops_tokens", False))
 
 
 @contextlib.contextmanager
@@ -283,6 +303,7 @@ def _whole_gradient(info: ParameterInfo | None, local: Tensor | None, shape: Seq
 def compare(whole: Outcome, mesh: Outcome) -> list[Difference]:
     """Everything that one process has, and what only the mesh has, worst first."""
     found: list[Difference] = []
+    scale = max((float(each.abs().max()) for each in whole.gradients.values() if each.numel()), default=0.0)
     for sort, expected, got in (
         ("output", whole.outputs, mesh.outputs),
         ("sum", whole.sums, mesh.sums),
@@ -294,15 +315,19 @@ def compare(whole: Outcome, mesh: Outcome) -> list[Difference]:
                 where = "one process" if name in expected else "the mesh"
                 found.append(Difference(name, sort, role, float("inf"), f"only {where} has it"))
                 continue
-            error, hint = _error(expected[name].double().cpu(), got[name].double().cpu())
+            floor = ROUNDING * scale if sort == "gradient" else 0.0
+            error, hint = _error(expected[name].double().cpu(), got[name].double().cpu(), floor)
             found.append(Difference(name, sort, role, error, hint))
     return sorted(found, key=lambda each: -each.error if each.error == each.error else -float("inf"))
 
 
-def _error(expected: Tensor, got: Tensor) -> tuple[float, str]:
-    """The largest difference over the largest expected value, and what it looks like: a multiple says that something is summed too often, or not at all."""
+def _error(expected: Tensor, got: Tensor, floor: float = 0.0) -> tuple[float, str]:
+    """The largest difference over the largest expected value, and what it looks like: a multiple says that something is summed too often, or not at all. Where neither side has a
+    value above `floor`, both are what rounding left of sums that cancel, and no digit of them can agree: 0, as for values that are."""
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     distance = float((got - expected).abs().max()) if expected.numel() else 0.0
+    if 0.0 < largest <= floor and float(got.abs().max()) <= floor:
+        return 0.0, "rounding alone on both sides"
     if largest == 0.0:
         return distance, "0 on one process" if distance else ""
     factor = float((got * expected).sum() / expected.square().sum())
@@ -337,4 +362,19 @@ def report(recipe: Recipe, sizes: Mapping[str, int], settings: Settings, differe
         )
     else:
         lines.append(f"Equal to one process within {settings.tolerance:g}: outputs, loss and {gradients} gradients.")
+    return lines
+
+
+def causes_of(drops: Sequence[str], draws: bool) -> list[str]:
+    """What no role can help, where something differs: a line for each."""
+    lines = []
+    if drops:
+        lines.append(
+            f"The dispatchers of {len(drops)} layers ({drops[0]} first) may leave pairs of tokens and experts out, as one process never does: take one that drops "
+            "none (all_to_all, or overflow=error) to check the rest."
+        )
+    if draws:
+        lines.append(
+            "The step draws random numbers (a router's jitter, a dropout), other ones on each rank than one process does: switch that off to check the rest."
+        )
     return lines
