@@ -14,10 +14,14 @@ from intarsia.config import CompileConfig
 from intarsia.contracts import PipelinePart
 from intarsia.errors import PluginError, UsageError
 from intarsia_eager.context import TrainContext
+from intarsia_models_common.build import Scope
+from intarsia_models_common.moe.block import MoE
+from intarsia_models_common.moe.config import MoEConfig, SoftmaxRouterConfig
+from intarsia_models_common.moe.dispatch import Capabilities
 from intarsia_models_common.moe.operators import GROUPED_LINEAR, SCALED_GROUPED_LINEAR
 from intarsia_models_common.scaled_linear import scaled_linear
 from intarsia_pipeline import weights
-from intarsia_pipeline.capture import check_batch
+from intarsia_pipeline.capture import WARM_UP, check_batch, dispatch_problems, warm_up
 from intarsia_testing.communicator import run_ranks
 from torch.utils.checkpoint import checkpoint
 
@@ -180,6 +184,45 @@ def test_a_batch_that_no_recording_serves_is_told() -> None:
         check_batch(0, dataclasses.replace(batch, lengths=((3, 4), (7,))), context)
     with pytest.raises(UsageError, match="a context of type object"):
         check_batch(0, batch, object())
+
+
+def mixture(jitter: float = 0.0) -> MoE:
+    scope = Scope("layers.3.feed_forward", 8, 3, 4, False, 0.1, 0.1)
+    layer = MoE(MoEConfig(router=SoftmaxRouterConfig(experts=4, top_k=2, jitter=jitter), hidden=6), scope)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    return layer
+
+
+def test_dispatchers_that_no_recording_serves_are_named() -> None:
+    layer = mixture()
+    assert dispatch_problems(layer) == []
+    for host, static, told in ((True, False, "waits for the device"), (False, False, "shapes that depend on numbers")):
+        layer.experts.dispatcher.capabilities = Capabilities(needs_host_sync=host, static_shapes=static, drops_tokens=False)
+        (problem,) = dispatch_problems(layer)
+        assert "the dispatcher of experts, Local," in problem and told in problem and "fixed_capacity" in problem
+
+
+def test_capture_refuses_a_dispatcher_at_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of("1f1b", 4, layers=4, capture=True)
+    monkeypatch.setattr("intarsia_pipeline.capture.dispatch_problems", lambda model: [f"{type(model).__name__} waits"])
+    with pytest.raises(UsageError, match="the device is cpu.*; Llama3 waits"):
+        run_ranks(2, lambda world: build_stage(world, recipe, {"pp": 2})[0])
+
+
+def test_what_is_run_before_a_recording_is_not_counted() -> None:
+    layer, x = mixture().train(), torch.randn(1, 5, 8)
+    layer(x)
+    counted, runs = layer.router.counters.clone(), []
+    warm_up(0, layer, lambda: runs.append(layer(x)))
+    assert len(runs) == WARM_UP and counted.any()
+    assert torch.equal(layer.router.counters, counted)
+
+
+def test_random_numbers_of_the_host_cannot_be_recorded() -> None:
+    layer, x = mixture(jitter=0.1).train(), torch.randn(1, 5, 8)
+    with pytest.raises(UsageError, match="stage 2 draws random numbers on the host"):
+        warm_up(2, layer, lambda: layer(x))
 
 
 def test_compiled_models_and_split_backward_do_not_join() -> None:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 WARM_UP = 2
 
 
-def check_capture(config: PipelineConfig, recipe: Recipe, device: torch.device, splits: bool) -> None:
-    """UsageError that names everything in the recipe with which stages cannot be recorded."""
+def check_capture(config: PipelineConfig, recipe: Recipe, model: nn.Module, device: torch.device, splits: bool) -> None:
+    """UsageError that names everything in the recipe and the model with which stages cannot be recorded."""
     problems = []
     if device.type != "cuda":
         problems.append(f"the device is {device.type}, and graphs are recorded on CUDA")
@@ -48,8 +48,35 @@ def check_capture(config: PipelineConfig, recipe: Recipe, device: torch.device, 
         problems.append(
             f"data.packing is {recipe.data.packing}: where documents begin differs from batch to batch (data.packing=one_per_row)"
         )
+    problems += dispatch_problems(model)
     if problems:
         raise UsageError("engine.capture: stages cannot be recorded: " + "; ".join(problems) + ".")
+
+
+def dispatch_problems(model: nn.Module) -> list[str]:
+    """What a mixture of experts has against it: the first dispatcher that waits for the device, or whose shapes follow from where tokens go."""
+    for name, module in model.named_modules():
+        dispatcher = getattr(module, "dispatcher", None)
+        promises = getattr(dispatcher, "capabilities", None)
+        if promises is None or (promises.static_shapes and not promises.needs_host_sync):
+            continue
+        what = "waits for the device to learn how many rows arrive" if promises.needs_host_sync else "makes shapes that depend on numbers"
+        return [f"the dispatcher of {name}, {type(dispatcher).__name__}, {what} (parallel.dispatcher=fixed_capacity)"]
+    return []
+
+
+def warm_up(stage: int, model: nn.Module, run: Callable[[], Any]) -> None:
+    """Run what will be recorded, for nothing: what models count in their buffers stays as it was. UsageError where the host draws random numbers, which every replay would repeat."""
+    drawn, kept = torch.get_rng_state(), [(buffer, buffer.clone()) for buffer in model.buffers()]
+    for _ in range(WARM_UP):
+        run()
+    with torch.no_grad():
+        for buffer, value in kept:
+            buffer.copy_(value)
+    if not torch.equal(drawn, torch.get_rng_state()):
+        raise UsageError(
+            f"engine.capture: stage {stage} draws random numbers on the host (a router's jitter), and a recording would repeat them. Set engine.capture=False, or draw none."
+        )
 
 
 def check_batch(stage: int, batch: Batch, context: Any) -> None:
@@ -107,16 +134,14 @@ class Recording:
                 )
             return result
 
-        self._record(stage, compute)
+        self._record(stage, stages.model, compute)
 
-    def _record(self, stage: int, compute: Callable[[], Any]) -> None:
+    def _record(self, stage: int, model: nn.Module, compute: Callable[[], Any]) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    self._outputs_of(compute())
-                    self._gradients_of()
+                warm_up(stage, model, lambda: (self._outputs_of(compute()), self._gradients_of()))
             pool = torch.cuda.graph_pool_handle()
             torch.cuda.synchronize()
             self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

@@ -159,7 +159,7 @@ def build(config: PipelineConfig, model: nn.Module, loss: Loss, recipe: Recipe, 
             "choose a schedule that does not split backward (1f1b, interleaved), or compile.mode=none."
         )
     if config.capture:
-        check_capture(config, recipe, part.group.device, splits)
+        check_capture(config, recipe, model, part.group.device, splits)
     if part.group.device.type == "cpu":
         keep_freed_memory()
     prepare_regions(model, recipe.compile, recipe.recompute)
