@@ -206,7 +206,7 @@ def test_dispatchers_that_no_recording_serves_are_named() -> None:
 def test_capture_refuses_a_dispatcher_at_build(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of("1f1b", 4, layers=4, capture=True)
     monkeypatch.setattr("intarsia_pipeline.capture.dispatch_problems", lambda model: [f"{type(model).__name__} waits"])
-    with pytest.raises(UsageError, match="the device is cpu.*; Llama3 waits"):
+    with pytest.raises(UsageError, match=r"the device is cpu.*; Llama3 waits"):
         run_ranks(2, lambda world: build_stage(world, recipe, {"pp": 2})[0])
 
 

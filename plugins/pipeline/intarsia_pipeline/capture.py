@@ -141,7 +141,7 @@ class Recording:
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream):
-                warm_up(stage, model, lambda: (self._outputs_of(compute()), self._gradients_of()))
+                warm_up(stage, model, lambda: self._both(compute()))
             pool = torch.cuda.graph_pool_handle()
             torch.cuda.synchronize()
             self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -157,6 +157,10 @@ class Recording:
         # What autograd kept has been recorded; only the memory must stay.
         self._results = [result.detach() for result in self._results]
         self._sums = {name: value.detach() for name, value in self._sums.items()}
+
+    def _both(self, result: Any) -> None:
+        self._outputs_of(result)
+        self._gradients_of()
 
     def _outputs_of(self, result: Any) -> None:
         self._sums, self._form_out = {}, None
