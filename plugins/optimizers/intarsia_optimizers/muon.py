@@ -127,8 +127,8 @@ class Muon:
         self._groups: dict[Axes, Communicator] = {}
         for axes in dict.fromkeys(journey.axes for journey in self._journeys.values()):
             self._groups[axes] = group_of(axes, table.mesh, comm)
-        facts = self.facts()
         if self._journeys and comm.rank == 0 and not is_plan:
+            facts = self.facts()
             first = next(iter(self._journeys))
             log.warning(
                 "Muon: %d of %d parameters have matrices that no rank holds whole, %s first: in each step they travel to an owner and back, %d bytes "

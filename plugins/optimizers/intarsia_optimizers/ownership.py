@@ -7,6 +7,7 @@ ranks come to the same answer without talking.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -35,12 +36,22 @@ class Journey:
     axes: Axes
     parts: Layout
     owned: Layout
-    there: Transfer
-    back: Transfer
+
+    @functools.cached_property
+    def there(self) -> Transfer:
+        """From parts to whole matrices."""
+        return transfer(self.parts, self.owned)
+
+    @functools.cached_property
+    def back(self) -> Transfer:
+        """From whole matrices to parts."""
+        return transfer(self.owned, self.parts)
 
     def wire_bytes(self, rank: int, widths: tuple[int, int]) -> int:
-        """What `rank` receives over the wire in one step, both ways, where an element takes `widths` bytes there and back."""
-        return sum(sum(way.counts(rank)[1]) * width for way, width in zip((self.there, self.back), widths, strict=True))
+        """What `rank` receives over the wire in one step, both ways, where an element takes `widths` bytes there and back: what it is to hold, less what it holds already."""
+        part, owned = self.parts.local(rank), self.owned.local(rank)
+        common = sum(box.numel for one in owned for other in part if (box := one.intersect(other)) is not None)
+        return (region_numel(owned) - common) * widths[0] + (region_numel(part) - common) * widths[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +119,7 @@ def _journey(parts: Layout, boxes: Sequence[Box], owner: Mapping[int, int]) -> J
     regions = [merged([box for number, box in enumerate(boxes) if owner[number] == piece]) for piece in range(parts.ranks)]
     # Every matrix has one owner, so the regions are a disjoint cover; checking that again for thousands of experts takes long.
     owned = dataclasses.replace(parts, regions=tuple(regions))
-    return Journey(parts.axes, parts, owned, transfer(parts, owned), transfer(owned, parts))
+    return Journey(parts.axes, parts, owned)
 
 
 def merged(boxes: Sequence[Box]) -> Region:
