@@ -187,13 +187,13 @@ def measure(layers: Layers, turns: dict[str, Callable[[], Any]], rounds: int) ->
     """Times of all, by turns: as the host launches them, and as graphs."""
     found: dict[str, Any] = {}
     slow: dict[str, float] = {}
-    for name, turn in list(turns.items()):
+    for name, turn in turns.items():
         try:
             slow[name] = min(milliseconds(turn) for _ in range(2))
         except torch.OutOfMemoryError as error:  # what is gathered can be many times what there is
-            turns = {other: turns[other] for other in turns if other != name}
             found[name] = {"error": str(error).splitlines()[0]}
             torch.cuda.empty_cache()
+    turns = {name: turns[name] for name in slow}
     # A call of hundreds of milliseconds needs no thirty rounds.
     rounds = max(3, min(rounds, int(2000 / max(1e-3, sum(slow.values())))))
     for name, times in by_turns(turns, rounds, warmup=1).items():

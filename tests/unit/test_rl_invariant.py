@@ -136,6 +136,8 @@ def test_kernels_that_go_with_one_another_are_chosen_together_and_refused_apart(
     assert pair["paged_attention"] == "intarsia-kernels:paged_attention/blocks" and not found
     pair, found = chosen(attention="unsplit")
     assert pair == {"attention": "intarsia-kernels:attention/unsplit", "paged_attention": "reference"} and not found
+    pair, found = chosen(attention="unsplit", paged_attention="split")  # which is not in the table, and so names nothing
+    assert pair["paged_attention"] == "reference" and not found
     _, (problem,) = chosen(attention="unsplit", paged_attention="blocks")
     assert "paged_attention/blocks" in problem and "'intarsia-kernels:attention/unsplit' is in force" in problem
     assert problem.endswith("Use reference.")

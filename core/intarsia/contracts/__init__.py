@@ -31,7 +31,7 @@ from intarsia.contracts.parallel import Parallel, Paralleliser, PipelinePart, Ro
 from intarsia.contracts.placement import ALIGNMENT_BYTES, Box, Member, Partition, Placement, Region
 from intarsia.contracts.run import BuildStage, Run, StepSummary
 from intarsia.contracts.sequence import CacheSpec, ContextKind, Mixer, MixerSpec, SequenceContext
-from intarsia.contracts.state import Migrates, Stateful, StateItem, StateKind, StepState
+from intarsia.contracts.state import Evaluates, Migrates, Stateful, StateItem, StateKind, StepState
 from intarsia.contracts.storage import (
     CheckpointBackend,
     CheckpointFormat,
@@ -79,6 +79,7 @@ __all__ = [
     "Environment",
     "EnvironmentFailure",
     "Episode",
+    "Evaluates",
     "FileRecord",
     "HFRule",
     "HFTable",

@@ -67,8 +67,7 @@ class Migrates(Protocol):
 
 @runtime_checkable
 class StepState(Protocol):
-    """State that changes with training once per optimizer step, whatever accumulation or recomputation does (router counts and biases). One that has a method
-    `evaluated(all_reduce_sum)` as well is called by it once at the end of each evaluation, likewise on every rank, to raise what its passes put off. Stability: provisional."""
+    """State that changes with training once per optimizer step, whatever accumulation or recomputation does (router counts and biases). Stability: provisional."""
 
     def reduce(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
         """Combine what this step's micro-batches counted over all ranks, before the event `before_update`. The argument sums a tensor over the
@@ -76,3 +75,11 @@ class StepState(Protocol):
 
     def commit(self) -> None:
         """Apply it, once, after the optimizer step, and count anew."""
+
+
+@runtime_checkable
+class Evaluates(Protocol):
+    """A StepState whose passes put off what an evaluation must not leave unsaid. Stability: provisional."""
+
+    def evaluated(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> None:
+        """Raise it, at the end of each evaluation: once, on every rank, with the argument of `StepState.reduce`."""

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from intarsia.contracts import LossSum
+from intarsia.contracts import Evaluates, LossSum
 from intarsia.train.built import Built
 from intarsia.train.step import add_up, over_ranks
 
@@ -30,8 +30,9 @@ def evaluate(built: Built) -> dict[str, float]:
                 results.append(built.engine.evaluate(built.on_device(batch)))
     finally:
         built.model.train()
-    for evaluated in filter(None, (getattr(state, "evaluated", None) for state in built.step_states)):
-        evaluated(lambda tensor: built.mesh.stage.all_reduce(tensor, what="evaluation's state"))
+    for state in built.step_states:
+        if isinstance(state, Evaluates):
+            state.evaluated(lambda tensor: built.mesh.stage.all_reduce(tensor, what="evaluation's state"))
     sums = add_up(results)
     # Of the ranks that share a part of the data one counts it.
     first = not any(built.mesh.coordinates[axis] for axis in ("pp", "cp", "tp"))

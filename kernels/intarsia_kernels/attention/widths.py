@@ -9,8 +9,15 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from intarsia_kernels.direct import power_of_two
+
 WIDEST = 256
 """The widest head of flash kernels. Beyond it padding buys nothing."""
+
+
+def columns(width: int) -> int:
+    """Of a Triton kernel's tile for heads of this width. Not 16: Triton 3.6 gets tiles of 16 columns wrong on Hopper, where 64 rows or more are multiplied by values that it does not copy ahead (heads of 24 and 8)."""
+    return max(32, power_of_two(width))
 
 
 def one_width(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -19,7 +19,7 @@ from intarsia.errors import UsageError
 from intarsia.ops import Packing
 from torch import Tensor
 
-from intarsia_kernels.attention.widths import WIDEST
+from intarsia_kernels.attention.widths import WIDEST, columns
 from intarsia_kernels.direct import direct_op, wrap_triton
 from intarsia_kernels.invariant.segments import Segments, of_lengths, segments
 
@@ -275,9 +275,8 @@ def _named(q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, scale: float, softcap: f
         "v_head": v_MKD.stride(1),
         "D": q_NHD.shape[2],
         "DV": v_MKD.shape[2],
-        # Triton 3.6 gets tiles of 16 columns wrong on Hopper, where 64 rows are multiplied by values that it does not copy ahead (heads of 24 and 8).
-        "BLOCK_D": max(32, triton.next_power_of_2(q_NHD.shape[2])),
-        "BLOCK_DV": max(32, triton.next_power_of_2(v_MKD.shape[2])),
+        "BLOCK_D": columns(q_NHD.shape[2]),
+        "BLOCK_DV": columns(v_MKD.shape[2]),
         "KEYS": KEYS,
         "GROUPS": q_NHD.shape[1] // k_MKD.shape[1],
         "HAS_SOFTCAP": softcap is not None,

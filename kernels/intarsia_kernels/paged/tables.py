@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intarsia_kernels.attention.widths import WIDEST
-from intarsia_kernels.direct import power_of_two
+from intarsia_kernels.attention.widths import WIDEST, columns
 
 REQUESTS = 4096
 """The most of a call: a program adds up what all requests have to do."""
@@ -108,9 +107,8 @@ def named(
         "v_head": values.stride(2),
         "D": keys.shape[3],
         "DV": values.shape[3],
-        # Not 16: see `intarsia_kernels.invariant.blocks`.
-        "BLOCK_D": max(32, power_of_two(keys.shape[3])),
-        "BLOCK_DV": max(32, power_of_two(values.shape[3])),
+        "BLOCK_D": columns(keys.shape[3]),
+        "BLOCK_DV": columns(values.shape[3]),
         "SIZE": size,
         "WIDE": max(_reach(keys), _reach(values)) >= 2**31,
         "KV_HEADS": keys.shape[2],

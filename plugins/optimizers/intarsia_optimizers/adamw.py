@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from intarsia_optimizers.config import AdamConfig, AdamWConfig
 from intarsia_optimizers.elementwise import Elementwise, ElementwiseOptimizer, Rule
+from intarsia_optimizers.fused import check_fused
 from intarsia_optimizers.kernels import choose_kernel, takes_sums
 from intarsia_optimizers.settings import by_decay, check_state_dtype, group_settings
 from intarsia_optimizers.updates import Box, Gradient, Scalar, Tensors, adam_lists, adamw_update, summed
@@ -100,16 +101,11 @@ class AdamRule(Rule):
         return bool(kernel(value, low, *states, given, step, lr, self.betas, self.eps, self.weight_decay, *how))
 
 
-def has_fused(parameters: Sequence[Tensor]) -> bool:
-    """Whether torch has fused Adam kernels for these tensors' devices and dtypes; found by running one on one element of each."""
-    for device, dtype in {(parameter.device, parameter.dtype) for parameter in parameters}:
-        probe = [[torch.zeros(1, device=device, dtype=dtype)] for _ in range(4)]
-        options: dict[str, Any] = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1.0}
-        try:
-            torch._fused_adamw_(*probe, [], [torch.ones((), device=device)], amsgrad=False, maximize=False, **options)  # type: ignore[call-overload]
-        except (RuntimeError, NotImplementedError, AttributeError):
-            return False
-    return True
+def _fused(values: list[Tensor], gradients: list[Tensor], averages: list[Tensor], squares: list[Tensor]) -> None:
+    """torch's fused kernel, on a step that changes nothing."""
+    options: dict[str, Any] = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1.0}
+    steps = [torch.ones((), device=values[0].device)]
+    torch._fused_adamw_(values, gradients, averages, squares, [], steps, amsgrad=False, maximize=False, **options)  # type: ignore[call-overload]
 
 
 def choose_implementation(wanted: str, parameters: Sequence[Tensor]) -> Implementation:
@@ -119,10 +115,7 @@ def choose_implementation(wanted: str, parameters: Sequence[Tensor]) -> Implemen
         return Implementation(False, adamw_update)
     quantising = choose_kernel("adamw_quantised", "implementation", "auto", nothing_quantised, held[0].device, held[0].dtype)
     if wanted in ("auto", "fused"):
-        fused = has_fused(held)
-        if wanted == "fused" and not fused:
-            kinds = sorted({f"{parameter.dtype} on {parameter.device}" for parameter in held})
-            raise UsageError(f"torch has no fused AdamW for {', '.join(kinds)}. Set optimizer.implementation=auto.")
+        fused = check_fused("AdamW", _fused, 4, wanted, held)
         kernel = choose_kernel("adamw_update", "implementation", "auto", adamw_update, held[0].device, held[0].dtype)
         return Implementation(fused, kernel, quantising=nothing_quantised if wanted == "fused" else quantising)
     words = ("auto", "fused", "foreach")

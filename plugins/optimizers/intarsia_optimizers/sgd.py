@@ -13,6 +13,7 @@ from torch import Tensor
 
 from intarsia_optimizers.config import SGDConfig
 from intarsia_optimizers.elementwise import Elementwise, ElementwiseOptimizer, Rule
+from intarsia_optimizers.fused import check_fused
 from intarsia_optimizers.settings import by_decay, check_choice, check_state_dtype, group_settings
 from intarsia_optimizers.updates import Scalar, Tensors, decay, sgd_lists
 
@@ -47,16 +48,10 @@ class SGDRule(Rule):
             sgd_lists(values, gradients, momenta, lr, self.momentum, self.nesterov, self.weight_decay, self.l2)
 
 
-def has_fused(parameters: Sequence[Tensor]) -> bool:
-    """Whether torch has a fused SGD kernel for these tensors' devices and dtypes; found by running it on one element of each."""
-    for device, dtype in {(parameter.device, parameter.dtype) for parameter in parameters}:
-        probe = [[torch.zeros(1, device=device, dtype=dtype)] for _ in range(3)]
-        options: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
-        try:
-            torch._fused_sgd_(*probe, maximize=False, is_first_step=False, **options)  # type: ignore[call-overload]
-        except (RuntimeError, NotImplementedError, AttributeError):
-            return False
-    return True
+def _fused(values: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]) -> None:
+    """torch's fused kernel, on a step that changes nothing."""
+    options: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
+    torch._fused_sgd_(values, gradients, momenta, maximize=False, is_first_step=False, **options)  # type: ignore[call-overload]
 
 
 def choose_fused(wanted: str, parameters: Sequence[Tensor]) -> bool:
@@ -64,11 +59,7 @@ def choose_fused(wanted: str, parameters: Sequence[Tensor]) -> bool:
     check_choice("implementation", wanted, ("auto", "fused", "foreach"))
     if wanted == "foreach" or any(parameter.is_meta for parameter in parameters):  # A plan carries nothing out.
         return False
-    fused = has_fused(parameters)
-    if wanted == "fused" and not fused:
-        kinds = sorted({f"{parameter.dtype} on {parameter.device}" for parameter in parameters})
-        raise UsageError(f"torch has no fused SGD for {', '.join(kinds)}. Set optimizer.implementation=auto.")
-    return fused
+    return check_fused("SGD", _fused, 3, wanted, parameters)
 
 
 def build(config: SGDConfig, groups: Sequence[OptimizerGroup], table: ParameterTable, comm: Communicator) -> ElementwiseOptimizer:

@@ -15,13 +15,16 @@ def batch_invariant(recipe: Recipe) -> Recipe:
     device = device_of(recipe)
     # Of plugins that are not installed nothing is called. Core's operators are in no registry.
     installed = {entry.name for entry in current().registry("operator").entries()}
-    kernels = {op: kernel for op, kernel in table.kernels(device).items() if op in installed or op in table.OF_CORE}
+    chosen = {op: kernel for op, kernel in table.kernels(device).items() if op in installed or op in table.OF_CORE}
+    named = {}
     for op, kernel in recipe.kernels.items():
         for row in table.rows_of(op, device):
             if kernel in (row.kernel, row.kernel.rpartition(":")[2], row.kernel.rpartition("/")[2]):
-                kernels[op] = row.kernel
-    for op in kernels.keys() - recipe.kernels.keys():
-        kernels[op] = next(row.kernel for row in table.rows_of(op, device) if not row.unfit(kernels))
+                named[op] = row.kernel
+    kernels = chosen | named
+    for op in chosen:
+        if op not in named:
+            kernels[op] = next(row.kernel for row in table.rows_of(op, device) if not row.unfit(kernels))
     recipe = chz.replace(recipe, kernels=kernels)
     if isinstance(recipe.data.loader, RolloutsConfig):
         loader = chz.replace(recipe.data.loader, invariant=True)
