@@ -129,7 +129,7 @@ class _HttpRedirects(urllib.request.HTTPRedirectHandler):
 
 @contextlib.contextmanager
 def opened_image(data: bytes | str, reading: ReadingConfig) -> Iterator[tuple[Image.Image, int]]:
-    """An image whose header is read and whose pixels are not, and its EXIF orientation. Errors: MediaError, also for what goes wrong inside."""
+    """An image whose header is read and whose pixels are not, and how it is to be turned. Errors: MediaError, also for what goes wrong inside."""
     with opened(data, reading) as file:
         try:
             with Image.open(file, formats=FORMATS) as image:
@@ -148,9 +148,9 @@ def opened_image(data: bytes | str, reading: ReadingConfig) -> Iterator[tuple[Im
 
 
 def orientation(image: Image.Image) -> int:
-    """EXIF orientation, 1 (upright) to 8, from the header alone: in a PNG, EXIF that comes after the pixels does not count."""
-    if image.format == "PNG" and "exif" not in image.info:
-        return 1
+    """How an image has still to be turned, by its EXIF orientation, 1 (it is upright) to 8, from the header alone: in a PNG, EXIF that comes after the pixels does not count."""
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        return 1  # Pillow turns TIFFs itself while it decodes them, and gives the sizes that they have then.
     try:
         found = image.getexif().get(ORIENTATION, 1)
     except Exception:  # damaged EXIF is no reason to refuse the pixels
