@@ -3,6 +3,7 @@
     python benchmarks/flexshard_gpu.py FOLDER                                # every section, on all GPUs
     python benchmarks/flexshard_gpu.py FOLDER large small-graph              # two of them
     python benchmarks/flexshard_gpu.py FOLDER large --ours prefetch=2        # with other settings of FlexShard
+    python benchmarks/flexshard_gpu.py FOLDER small-graph --stand-in 2       # one GPU as rank 0 of two, without the other
     python benchmarks/flexshard_gpu.py FOLDER --device cpu --debug-sizes     # does it run? (gloo, two processes)
     python benchmarks/flexshard_table.py FOLDER                              # the figures
 
@@ -17,6 +18,9 @@ Sections:
 
 A file is written after each variant and each round, so a run that is cut off keeps what it has (`"complete": false`). A variant that fails has an `error`
 in its place. Times are of `--rounds` rounds of `--steps` steps in turn; the first step of a round does not count.
+
+With `--stand-in N` one process does all that rank 0 of N does, over torch's fake process group, whose collectives copy inside of this GPU's memory: a
+rank's memory, its computing and the host's work without what the network takes of either. Losses mean nothing, nor do times beside those of real ranks.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ class Section:
             "complete": False,
             "debug_sizes": arguments.debug_sizes,
             "world": world.size,
+            "stand_in": bool(arguments.stand_in),
             "rounds": arguments.rounds,
             "steps": arguments.steps,
             "changes": dict(arguments.ours),
@@ -63,6 +68,8 @@ class Section:
             "variants": {},
         }
         self.path = Path(arguments.folder) / f"{name}.json"
+        # Ranks whose memory a copy engine reaches.
+        self.has_transport = self.device.type == "cuda" and not arguments.stand_in
 
     def save(self) -> None:
         """Write what there is."""
@@ -201,7 +208,7 @@ def compare(section: Section, size: str, compiled: bool) -> None:
         "fsdp-best": lambda: FullyShard(setup, best=True),
         "ours": lambda: Ours(setup),
     }
-    if section.device.type == "cuda":
+    if section.has_transport:
         makers["ours-copy-engine"] = lambda: Ours(setup, TRANSPORT)
     variants = section.prepare(makers, batch)
     section.race(variants, batch)
@@ -216,7 +223,7 @@ def graph(section: Section) -> None:
     batch = section.batch(setup)
     is_cuda = section.device.type == "cuda"
     makers: dict[str, Callable[[], Any]] = {"fsdp-best": lambda: FullyShard(setup, best=True), "ours-captured": lambda: Ours(setup)}
-    if is_cuda:
+    if section.has_transport:
         makers["ours-copy-engine-captured"] = lambda: Ours(setup, TRANSPORT)
     variants = section.prepare(makers, batch, captured=tuple(makers)[1:] if is_cuda else ())
     section.race(variants, batch)
@@ -232,7 +239,7 @@ def one(section: Section) -> None:
     makers: dict[str, Callable[[], Any]] = {"ours-one": lambda: Ours(setup, alone=True)}
     if section.world.size > 1:
         makers["ours"] = lambda: Ours(setup)
-        if section.device.type == "cuda":
+        if section.has_transport:
             makers["ours-copy-engine"] = lambda: Ours(setup, TRANSPORT)
     variants = section.prepare(makers, batch)
     section.race(variants, batch)
@@ -252,7 +259,7 @@ def fp8(section: Section) -> None:
     # A ring of four buffers of float8 has the bytes of one of two of bfloat16.
     ahead = dataclasses.replace(setup, changes={**setup.changes, "prefetch": 3})
     is_cuda = section.device.type == "cuda"
-    for transport in (None, TRANSPORT) if is_cuda else (None,):
+    for transport in (None, TRANSPORT) if section.has_transport else (None,):
         suffix = "-copy-engine" if transport else ""
         makers: dict[str, Callable[[], Any]] = {
             f"{label}{suffix}": lambda payload=payload, transport=transport: Ours(setup, transport, payload)  # type: ignore[misc]
@@ -294,7 +301,7 @@ def host(section: Section) -> None:
     from flexshard_variants import Ours
     from intarsia_comms.copy_engine import Pulled
 
-    transports = ((None, True), (TRANSPORT, True), (TRANSPORT, False)) if section.device.type == "cuda" else ((None, True),)
+    transports = ((None, True), (TRANSPORT, True), (TRANSPORT, False)) if section.has_transport else ((None, True),)
     for compiled in (False, True):
         setup = section.setup("small", compiled)
         batch = section.batch(setup)
@@ -350,6 +357,22 @@ RUNS: dict[str, Callable[[Section], None]] = {
 }
 
 
+def stand_in(device: Any, arguments: argparse.Namespace) -> Any:
+    """Rank 0 of `--stand-in` ranks, of which the others are missing."""
+    import torch
+    from intarsia.comm import ProcessGroupCommunicator
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=arguments.stand_in)
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    # Nobody is waited for, and the fake group takes no limit.
+    ProcessGroupCommunicator.set_timeout = lambda self, timeout_s: setattr(self, "timeout_s", timeout_s)  # type: ignore[method-assign]
+    return ProcessGroupCommunicator(group, device, timeout_s=arguments.timeout_s)
+
+
 def work(arguments: argparse.Namespace) -> None:
     """One process of the world."""
     import torch
@@ -359,8 +382,8 @@ def work(arguments: argparse.Namespace) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if arguments.device == "cuda" else torch.device("cpu")
-    world = init_world(device, arguments.timeout_s)
-    if size == 1:
+    world = stand_in(device, arguments) if arguments.stand_in else init_world(device, arguments.timeout_s)
+    if size == 1 and not arguments.stand_in:
         # FlexShard needs no process group here, fully_shard does.
         store = torch.distributed.FileStore(str(Path(os.environ["BENCHMARK_STORE"]) / "alone"), 1)
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -432,7 +455,7 @@ def forwarded(arguments: argparse.Namespace, section: str) -> list[str]:
         str(arguments.steps),
     ]
     options += ["--timeout-s", str(arguments.timeout_s), "--commit", arguments.commit, "--command", arguments.command]
-    options += ["--debug-sizes"] * arguments.debug_sizes + ["--no-profile"] * arguments.no_profile
+    options += ["--stand-in", str(arguments.stand_in)] + ["--debug-sizes"] * arguments.debug_sizes + ["--no-profile"] * arguments.no_profile
     for key, value in arguments.ours:
         options += ["--ours", f"{key}={json.dumps(value)}"]
     return options
@@ -467,6 +490,7 @@ def main() -> int:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"Any of {', '.join(SECTIONS)}; default: all.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--processes", type=int, help="Default: one for each GPU; two on a CPU.")
+    parser.add_argument("--stand-in", type=int, default=0, metavar="N", help="One process as rank 0 of N, the others missing.")
     parser.add_argument("--debug-sizes", action="store_true", help="Tiny models: the figures mean nothing.")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=6, help="Steps of each variant in a round; the first does not count.")
@@ -488,6 +512,8 @@ def main() -> int:
     arguments.command = " ".join(
         ["python", "benchmarks/flexshard_gpu.py", *("FOLDER" if each == str(arguments.folder) else each for each in sys.argv[1:])]
     )
+    if arguments.stand_in:
+        arguments.processes = 1
     if arguments.processes is None:
         import torch
 

@@ -8,8 +8,8 @@ Processes of their own train and generate (`invariant_worker.py`), two in the mo
 * `loops`: push weights, generate, train, ten times, by both processes of the mode: the largest difference between log-probabilities of trainer and generator, over all trained tokens of every step, and whether
   both end with the same weights. Of kernels that may serve the mode the first that hold for a step are taken (`routes`);
 * `step`: seconds of whole training steps of the mode and of the usual run in turn, by a policy's loss and by cross-entropy, and of the mode by other kernels;
-* `decode`: milliseconds of a step of the generator's at batch 64 and context 4096, of both in turn;
-* `generate`: tokens per second at batch 1, 8 and 64.
+* `decode`: milliseconds of a step of the generator's at batch 64 and context 4096, of both in turn, launched one by one; then both as CUDA graphs (`decode.graphs`);
+* `generate`: tokens per second at batch 1, 8 and 64, launched one by one; then as CUDA graphs (`generate_graphs`).
 
 `bars` says of each whether it was reached.
 """
@@ -46,6 +46,8 @@ ROUTES: dict[str, dict[str, dict[str, str]]] = {
     "cpu": {"the table's": {}, "references": {"rope": "reference"}},
 }
 """Kernels of the mode that are tried in turn, over the table's. Gradients of the last one do not repeat."""
+GRAPHS = {"cuda": "on", "cpu": "eager"}
+"""How the generator makes its recorded steps: without a GPU they are the same, and launched."""
 USUAL_DECODE: dict[str, list[dict[str, str]]] = {"cuda": [{}, {"attention": "sdpa"}], "cpu": [{}]}
 """Kernels of the usual generator: those that are chosen by themselves, and others. The fastest counts."""
 
@@ -265,7 +267,7 @@ def decode(usual: Worker, mode: Worker, arguments: argparse.Namespace, record: R
         if record.part(f"decode.prefill_{name}", lambda w=worker, s=setup: w.ask("decode_setup", 90.0, **s)) is None:  # type: ignore[misc]
             return
 
-    def milliseconds(worker: Worker, chosen: Mapping[str, str]) -> list[float]:
+    def milliseconds(worker: Worker, chosen: Mapping[str, str] | None) -> list[float]:
         return worker.ask("decode", steps=arguments.decode_steps, kernels=chosen)["ms"][1:]  # type: ignore[no-any-return]
 
     def measured() -> dict[str, Any]:
@@ -278,16 +280,47 @@ def decode(usual: Worker, mode: Worker, arguments: argparse.Namespace, record: R
     found = record.part("decode.step_ms", measured)
     if found is not None:
         record.put("bars.decode", {"ratio": found["ratio"], "most": DECODE_BAR, "reached": found["ratio"] <= DECODE_BAR, "route": held})
+    best = others[-1] if found is None else others[list(found["median"]).index(found["fastest_usual"])]
+    decode_graphs({"usual": (usual, best), "mode": (mode, kernels)}, milliseconds, arguments, record, held)
+
+
+def decode_graphs(
+    sides: Mapping[str, tuple[Worker, Mapping[str, str]]],
+    milliseconds: Callable[[Worker, None], list[float]],
+    arguments: argparse.Namespace,
+    record: Record,
+    held: str,
+) -> None:
+    """The same steps as CUDA graphs, as the generator takes them by itself on a GPU; the first of each, which records, is not counted."""
+    need = (arguments.decode_rounds + 1) * arguments.decode_steps
+    for name, (worker, chosen) in sides.items():
+        setup = {
+            "batch": arguments.batches[-1],
+            "context": arguments.row,
+            "steps": need,
+            "kernels": chosen,
+            "graphs": GRAPHS[arguments.kind],
+        }
+        if record.part(f"decode.prefill_{name}_graphs", lambda w=worker, s=setup: w.ask("decode_setup", 90.0, **s)) is None:  # type: ignore[misc]
+            return
+        record.part(f"decode.recorded_{name}", lambda w=worker: w.ask("decode", 90.0, steps=arguments.decode_steps))  # type: ignore[misc]
+    calls = {name: lambda w=worker: milliseconds(w, None) for name, (worker, _) in sides.items()}  # type: ignore[misc]
+    found = record.part("decode.graphs", lambda: summary(in_turn(calls, arguments.decode_rounds), "usual", "mode"))
+    if found is not None:
+        ratio = found["ratio"]
+        record.put("bars.decode_graphs", {"ratio": ratio, "most": DECODE_BAR, "reached": ratio <= DECODE_BAR, "route": held})
 
 
 def generate(usual: Worker, mode: Worker, arguments: argparse.Namespace, record: Record, held: str) -> None:
     """Tokens per second by batch."""
     best = str(record.found.get("decode", {}).get("step_ms", {}).get("fastest_usual", ""))
     chosen = USUAL_DECODE[arguments.kind][-1 if "sdpa" in best else 0]
-    for batch in arguments.batches:
-        for name, worker, kernels in (("mode", mode, ROUTES[arguments.kind][held]), ("usual", usual, chosen)):
-            order = {"batch": batch, "prompt": arguments.prompt, "tokens": arguments.tokens, "kernels": kernels, "rounds": 1}
-            record.part(f"generate.{name}.{batch}", lambda w=worker, o=order: w.ask("generate", 40.0, **o))  # type: ignore[misc]
+    for part, graphs in (("generate_graphs", GRAPHS[arguments.kind]), ("generate", "off")):
+        for batch in arguments.batches:
+            for name, worker, kernels in (("mode", mode, ROUTES[arguments.kind][held]), ("usual", usual, chosen)):
+                sizes = {"batch": batch, "prompt": arguments.prompt, "tokens": arguments.tokens, "rounds": 1}
+                order = {**sizes, "kernels": kernels, "graphs": graphs}
+                record.part(f"{part}.{name}.{batch}", lambda w=worker, o=order: w.ask("generate", 40.0, **o))  # type: ignore[misc]
 
 
 # ---------------------------------------------------------------- all of it

@@ -39,6 +39,7 @@ from intarsia_eager.engine import EagerEngine
 from intarsia_generation.engine.build import make_plain
 from intarsia_generation.engine.engine import Engine, Sizes
 from intarsia_generation.engine.request import Job
+from intarsia_generation.engine.static import Graphs
 from intarsia_rl.contracts import Request, Sample, Sampling, Segment, WeightVersion
 from intarsia_rl.invariant.check import kernel_problems
 from intarsia_rl.packing import Packing, Weighed, micro_batches
@@ -354,14 +355,16 @@ class Worker:
 
     # ------------------------------------------------------------ the generator
 
-    def _engine(self, sequences: int, longest: int, kernels: Mapping[str, str] | None = None, budget: int = 8192) -> Engine:
-        """A new engine. `budget`: most tokens of a step."""
+    def _engine(
+        self, sequences: int, longest: int, kernels: Mapping[str, str] | None = None, budget: int = 8192, graphs: Graphs = "off"
+    ) -> Engine:
+        """A new engine. `budget`: most tokens of a step. `graphs`: steps of decoding as CUDA graphs."""
         self.engine = None
         blocks = sequences * -(-longest // 16) + 1
         selection = self._selection(kernels) if kernels is not None else None
         choices = {name: op.choice for name, op in ops.operators().items()} if selection is None else selection.choices
         sizes = Sizes(16, blocks, sequences, max(budget, sequences + 1), longest, prefix_cache=False)
-        self.engine = Engine(self.model, self.device, sizes, self._fill, choices=choices, invariant=self.arguments.invariant)
+        self.engine = Engine(self.model, self.device, sizes, self._fill, choices=choices, invariant=self.arguments.invariant, graphs=graphs)
         if self.version >= 0:
             self.engine.begin(self.version)
         return self.engine
@@ -387,11 +390,13 @@ class Worker:
                 raise result
         return {name: (prompt, self.ended[name]) for name, prompt in prompts.items()}
 
-    def decode_setup(self, *, batch: int, context: int, steps: int, kernels: Mapping[str, str], **_: Any) -> dict[str, Any]:
+    def decode_setup(
+        self, *, batch: int, context: int, steps: int, kernels: Mapping[str, str], graphs: Graphs = "off", **_: Any
+    ) -> dict[str, Any]:
         """Requests that have read about `context` tokens, each its own, and go on for `steps` more at least. Those that have read theirs first are up to some tens of tokens ahead."""
         start = time.perf_counter()
         slack = min(40, context // 2)
-        engine = self._engine(batch, context + steps + 9, kernels)
+        engine = self._engine(batch, context + steps + 9, kernels, graphs=graphs)
         self.ended = {}
         for number in range(batch):
             drawn = random.Random(f"decode {number}")
@@ -422,11 +427,13 @@ class Worker:
         bad = [str(result) for result in self.ended.values() if isinstance(result, BaseException)]
         if bad:
             raise RuntimeError(bad[0])
-        return {"ms": found, "sequences": len(self.engine.jobs)}
+        return {"ms": found, "sequences": len(self.engine.jobs), "graphs": self.engine.stats(False).graphs}
 
-    def generate(self, *, batch: int, prompt: int, tokens: int, kernels: Mapping[str, str], rounds: int = 2, **_: Any) -> dict[str, Any]:
+    def generate(
+        self, *, batch: int, prompt: int, tokens: int, kernels: Mapping[str, str], rounds: int = 2, graphs: Graphs = "off", **_: Any
+    ) -> dict[str, Any]:
         """Tokens per second of `batch` requests, the best of the rounds after one that warms up. Reading prompts counts as time; their tokens do not count."""
-        engine = self._engine(batch, prompt + tokens, kernels)
+        engine = self._engine(batch, prompt + tokens, kernels, graphs=graphs)
         seconds = []
         for number in range(rounds + 1):
             self.ended = {}

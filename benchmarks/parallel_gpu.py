@@ -1,14 +1,15 @@
-"""Tensor, context, expert and pipeline parallelism on GPUs: tokens per second and exposed communication. Writes one JSON.
+"""Tensor, context, expert and pipeline parallelism on GPUs: tokens per second and exposed communication; and one GPU by itself. Writes one JSON.
 
     python benchmarks/parallel_gpu.py OUT.json                                       # two GPUs, every variant
     python benchmarks/parallel_gpu.py OUT.json tp2 pp2-1f1b                          # some of them
+    python benchmarks/parallel_gpu.py OUT.json --alone                               # those of one GPU
     python benchmarks/parallel_gpu.py OUT.json --device cpu --debug-sizes            # does it run? (gloo)
 
     python benchmarks/parallel_gpu.py OUT.json --inductor-cache FOLDER --warm        # compiles all variants at once, a step each, and times nothing
     python benchmarks/parallel_gpu.py OUT.json --inductor-cache FOLDER --limit-s 40  # then: 40 s for each from its first step on
     python benchmarks/parallel_gpu.py OUT.json cp2-ring --compile none               # as written: no minute of compiling, but other figures
 
-Each variant is `intarsia train` on a recipe of `parallel_recipes.py` as two processes, its mesh and settings as below; figures are of the median step
+Each variant is `intarsia train` on a recipe of `parallel_recipes.py` as two processes (one where it is in `ALONE`), its mesh and settings as below; figures are of the median step
 after warm-up, and of a traced step (of each rank): how long communication ran while nothing computed. The file is written after each variant, so that a run that is
 cut off keeps what it has.
 """
@@ -46,7 +47,15 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "moe-dp2": ("experts", []),
     "ep2": ("experts", ["mesh.ep=2"]),
 }
-"""Name: recipe, settings."""
+"""Name: recipe, settings. On two GPUs."""
+ALONE: dict[str, tuple[str, list[str]]] = {
+    "alone": ("wide", []),
+    "alone-recomputed": ("wide", ["recompute.mode=blocks", "train.micro_batch=2"]),
+    "alone-muon": ("wide", ["optimizer=muon"]),
+    "alone-experts": ("experts", []),
+}
+"""The same on one."""
+EVERY = {**VARIANTS, **ALONE}
 
 COMMUNICATION = ("nccl", "copy_engine", "memcpy ptop", "symm")
 WARMUP = 4
@@ -101,11 +110,16 @@ def warm(names: list[str], arguments: argparse.Namespace, folder: Path) -> dict[
 
 def command_of(name: str, arguments: argparse.Namespace, folder: Path, run: Path, lengths: list[str]) -> list[str]:
     """What trains a variant."""
-    recipe, settings = VARIANTS[name]
+    recipe, settings = EVERY[name]
     recipe = f"{ROOT / 'parallel_recipes.py'}:{recipe}{'_debug' * arguments.debug_sizes}"
-    command = ["intarsia", "train", recipe, "--dir", str(run), "--quiet", "--processes", str(arguments.processes)]
+    command = ["intarsia", "train", recipe, "--dir", str(run), "--quiet", "--processes", str(processes_of(name, arguments.processes))]
     command += [f"train.device={arguments.device}", *lengths, f"data.cache={folder / 'cache'}", *settings]
     return command + [f"compile.mode={arguments.compile}"] * bool(arguments.compile) + arguments.settings
+
+
+def processes_of(name: str, many: int = 2) -> int:
+    """How many a variant runs as."""
+    return 1 if name in ALONE else many
 
 
 def told_of(command: list[str], folder: Path) -> str:
@@ -214,7 +228,8 @@ def main() -> int:
     """Run the variants; 1 if one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("output", type=Path)
-    parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"Any of {', '.join(VARIANTS)}; default: all.")
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"Any of {', '.join(EVERY)}; default: all of two GPUs.")
+    parser.add_argument("--alone", action="store_true", help="Every variant of one GPU.")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--device", default="cuda")
@@ -236,17 +251,18 @@ def main() -> int:
         "--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="Further settings of every variant."
     )
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.variants if name not in VARIANTS]
+    unknown = [name for name in arguments.variants if name not in EVERY]
     if unknown:
-        parser.error(f"there is no variant {unknown[0]!r}; there are {', '.join(VARIANTS)}")
+        parser.error(f"there is no variant {unknown[0]!r}; there are {', '.join(EVERY)}")
+    variants = [*arguments.variants, *(ALONE if arguments.alone else ())] or list(VARIANTS)
     record: dict[str, Any] = {"benchmark": "parallel_gpu", "debug_sizes": arguments.debug_sizes, "variants": {}}
     with contextlib.ExitStack() as stack:
         folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if arguments.warm:
-            record["warm"] = warm(arguments.variants or list(VARIANTS), arguments, folder)
+            record["warm"] = warm(variants, arguments, folder)
             arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             return int(any("error" in entry for entry in record["warm"].values()))
-        for variant in arguments.variants or VARIANTS:
+        for variant in variants:
             entry = run_variant(variant, arguments, folder)
             record["variants"][variant] = entry
             told = (

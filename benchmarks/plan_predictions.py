@@ -2,6 +2,7 @@
 
     python benchmarks/plan_predictions.py predict benchmarks/results/plan-predictions.json --commit COMMIT
     python benchmarks/plan_predictions.py predict benchmarks/results/plan-predictions.json pp2-interleaved ep2 --commit COMMIT
+    python benchmarks/plan_predictions.py predict benchmarks/results/plan-predictions-alone.json --alone --commit COMMIT
     python benchmarks/plan_predictions.py compare benchmarks/results/plan-predictions.json MEASURED.json
 
 `predict` needs no GPU. `compare` reads what `parallel_gpu.py` has written, and puts measured figures and ratios (predicted over measured) beside the predictions, which it leaves as they are. Predicted is
@@ -19,23 +20,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))
 
-# The four runs that were named: two GPUs each.
+# The four runs that were named first: two GPUs each. Four of one GPU are named in a file of their own (`--alone`).
 NAMED = ("dp2", "tp2", "cp2-ring", "pp2-1f1b")
 PAIRS = (("pp2-interleaved", "pp2-1f1b"),)
 """Whose steps are held against one another, as planned and as measured."""
 MEMORY, TIME = 0.05, 0.15
 
 
-def predict(output: Path, commit: str, further: list[str]) -> int:
-    """Plan every named run, on H200; or `further` ones beside those that the file has, which stay as they are."""
+def predict(output: Path, commit: str, further: list[str], alone: bool = False) -> int:
+    """Plan every named run, or those of one GPU, on H200; or `further` ones beside those that the file has, which stay as they are."""
     from intarsia import plugins
     from intarsia.config import resolve
     from intarsia.mesh import check_mesh
     from intarsia_planner.devices import find
     from intarsia_planner.plan import make_plan
-    from parallel_gpu import VARIANTS
+    from parallel_gpu import ALONE, EVERY, processes_of
 
     device = find("h200")
     record: dict[str, Any] = {
@@ -47,9 +47,10 @@ def predict(output: Path, commit: str, further: list[str]) -> int:
     }
     if further:
         record = json.loads(output.read_text(encoding="utf-8"))
-    for name in [name for name in further if name not in record["runs"]] if further else NAMED:
-        recipe, settings = VARIANTS[name]
-        plan = make_plan(*_recipe(resolve, check_mesh, f"{ROOT / 'parallel_recipes.py'}:{recipe}", settings), device, plugins.current())
+    for name in [name for name in further if name not in record["runs"]] if further else ALONE if alone else NAMED:
+        recipe, settings = EVERY[name]
+        chosen = resolve(f"{ROOT / 'parallel_recipes.py'}:{recipe}", settings, []).recipe
+        plan = make_plan(chosen, check_mesh(chosen.mesh, processes_of(name)), device, plugins.current())
         first = plan.stages[0]
         record["runs"][name] = {
             "recipe": f"benchmarks/parallel_recipes.py:{recipe}",
@@ -69,11 +70,6 @@ def predict(output: Path, commit: str, further: list[str]) -> int:
         print(f"{name}: {plan.step:.3f} s, {first.held.peak / 1e9:.2f} GB")
     output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def _recipe(resolve: Any, check_mesh: Any, reference: str, settings: list[str]) -> tuple[Any, Any]:
-    recipe = resolve(reference, settings, []).recipe
-    return recipe, check_mesh(recipe.mesh, 2)
 
 
 def _numbers(value: Any) -> dict[str, Any]:
@@ -127,6 +123,7 @@ def main() -> int:
     first.add_argument(
         "names", nargs="*", help="Further variants of parallel_gpu.py, to be added to the file. Default: a new file of the four named ones."
     )
+    first.add_argument("--alone", action="store_true", help="A new file of the named ones of one GPU instead.")
     first.add_argument("--commit", default="", help="What the predictions were made with.")
     second = actions.add_parser("compare")
     second.add_argument("predictions", type=Path)
@@ -136,7 +133,7 @@ def main() -> int:
         return compare(arguments.predictions, arguments.measured)
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("INTARSIA_BENCH_FOLDER", folder)
-        return predict(arguments.output, arguments.commit, arguments.names)
+        return predict(arguments.output, arguments.commit, arguments.names, arguments.alone)
 
 
 if __name__ == "__main__":

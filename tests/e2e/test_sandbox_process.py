@@ -316,14 +316,19 @@ def test_filters_jump_to_lines_that_are_there(machine):
     lines = [struct.unpack("HBBI", program[place : place + 8]) for place in range(0, len(program), 8)]
     assert len(lines) < 4096 and lines[-1][0] == system_calls.RETURN
 
-    def decide(number: int, first: int = 0, second: int = 0, architecture: int = system_calls.ARCHITECTURES[machine]) -> int:
+    def decide(
+        number: int, first: int = 0, second: int = 0, third: int = 0, architecture: int = system_calls.ARCHITECTURES[machine]
+    ) -> int:
         place, value = 0, 0
         while True:
             code, yes, no, k = lines[place]
             if code == system_calls.RETURN:
                 return k
             if code == system_calls.LOAD:
-                value = {0: number, 4: architecture, 16: first, 24: second}[k]
+                value = {0: number, 4: architecture, 16: first, 24: second, 32: third}[k]
+                place += 1
+            elif code == system_calls.AND:
+                value &= k
                 place += 1
             else:
                 met = {system_calls.EQUAL: value == k, system_calls.AT_LEAST: value >= k, system_calls.ANY_BIT: bool(value & k)}[code]
@@ -333,13 +338,18 @@ def test_filters_jump_to_lines_that_are_there(machine):
     for name, numbers in system_calls.DENIED.items():
         if numbers[column] is not None:
             assert decide(numbers[column]) == system_calls.FAIL | 1, name
-    clone, socket, ioctl = (each[column] for each in (system_calls.CLONE, system_calls.SOCKET, system_calls.IOCTL))
-    assert decide(clone, 17) == decide(socket, 1) == decide(ioctl, 0, 0x5401) == system_calls.ALLOW
-    assert decide(clone, 0x10000011) == decide(ioctl, 0, 0x5412) == decide(ioctl, 0, 0x541C) == system_calls.FAIL | 1
-    assert decide(socket, 2) == system_calls.FAIL | 13 and decide(435) == decide(1000) == system_calls.FAIL | 38
+    clone, pair, option, ioctl = (
+        each[column] for each in (system_calls.CLONE, system_calls.SOCKETPAIR, system_calls.SETSOCKOPT, system_calls.IOCTL)
+    )
+    allowed = [decide(clone, 17), decide(pair, 1, 0x80801), decide(option, 3, 1, 8), decide(ioctl, 0, 0x5401)]
+    assert set(allowed) == {system_calls.ALLOW}
+    denied = [decide(clone, 0x10000011), decide(ioctl, 0, 0x5412), decide(ioctl, 0, 0x541C), decide(option, 3, 1, 7)]
+    denied += [decide(pair, 1, 2), decide(pair, 1, 0x80802), decide(pair, 1, 5), decide(pair, 30, 1)]
+    assert set(denied) == {system_calls.FAIL | 1}
+    assert decide(435) == decide(1000) == system_calls.FAIL | 38
     assert decide(0, architecture=0x40000003) == system_calls.KILL
-    denied = {numbers[column] for numbers in system_calls.DENIED.values()} | {435}
-    assert all(decide(number) == system_calls.ALLOW for number in range(470) if number not in denied | {socket})
+    closed = {numbers[column] for numbers in system_calls.DENIED.values()} | {435, pair}
+    assert all(decide(number) == system_calls.ALLOW for number in range(470) if number not in closed)
 
 
 def test_a_probe_that_fails_is_a_failure_of_the_sandbox(monkeypatch):

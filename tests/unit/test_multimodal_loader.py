@@ -29,6 +29,7 @@ from intarsia_multimodal.loader import MultimodalLoader
 from intarsia_multimodal.loader import build as entry
 from intarsia_multimodal.making import RowMaker
 from intarsia_multimodal.patches import PatchProcessor
+from intarsia_multimodal.plugin import after_build
 from intarsia_multimodal.pool import COMMAND
 
 from tests.support.documents import Listed
@@ -410,7 +411,7 @@ def test_documents_that_are_padding_are_recorded_as_an_event():
     mine = ["one", "two"]
     run, recorded = run_of(types.SimpleNamespace(take_skipped=lambda: mine, rows_digest="a"))
     hooks.record_skipped(run, 4)
-    assert recorded == [("bad_media", {"step": 5, "count": 4, "documents": ["one", "two", "three"]})]
+    assert recorded == [("bad_media", {"step": 5, "split": "train", "count": 4, "documents": ["one", "two", "three"]})]
     mine.clear()
     hooks.record_skipped(run, 5)
     assert len(recorded) == 1, "a step without any is no event"
@@ -435,6 +436,32 @@ def test_ranks_that_share_rows_must_leave_out_the_same(tmp_path):
     ):
         hooks.record_skipped(run, 0)
     assert not recorded
+
+
+def test_evaluations_compare_and_record_what_they_leave_out(tmp_path):
+    """Each step of them, before anything is computed: ranks that hold different rows would wait for each other's images, or tell a loss of neither."""
+    documents, whole = ([document(0), damaged(1, share)] for share in (0.5, 1.0))
+    settings = recipe(loader={"patches": 1024, "bad_media": "skip"}, data={"held_out": 0.5}, sequence_length=256, global_batch=1)
+    sources = [Doubles(Listed([each[1], each[0]])) for each in (documents, whole)]  # the first is held out
+    loader, other = (build(settings, each, tmp_path / str(number), split="evaluation") for number, each in enumerate(sources))
+    other.next_step()
+    run, recorded = run_of(None, [other.rows_digest, other.take_skipped()])
+    run.parts["evaluation"], run.recipe, run.step = loader, settings, 7
+    after_build(run, "model")
+    assert loader.next_step() is not None and not recorded, "before the stage of data nobody watches"
+    loader.reset()
+    after_build(run, "data")
+    with pytest.raises(DistributedError, match=r"Evaluation after step 7: .*document 0: image of .*truncated.* \| 1: none that others have not"):
+        loader.next_step()
+    run, recorded = run_of(None, [loader.rows_digest, []])
+    run.parts["evaluation"], run.recipe, run.step = loader, settings, 7
+    after_build(run, "data")
+    loader.reset()
+    while loader.next_step() is not None:
+        pass
+    ((event, fields),) = recorded
+    assert (event, fields["step"], fields["split"], fields["count"]) == ("bad_media", 7, "evaluation", 2)
+    assert "document 0: image of" in fields["documents"][0] and not loader.take_skipped()
 
 
 def test_data_that_changes_under_a_run_is_found(tmp_path):

@@ -254,6 +254,24 @@ def test_what_an_optimizer_exchanges_is_a_real_runs(name: str, ranks: int, overr
     assert bool(found) == ("sharder.placement=owned" not in overrides)
 
 
+def test_products_of_matrices_take_their_time() -> None:
+    """Those of the rank that has most of them, by what the optimizer counts."""
+
+    def update(ranks: int, *overrides: str) -> float:
+        recipe = recipe_of("llama3/1b", "sharder.placement=owned", *overrides)
+        return planned(recipe, ranks, "h200").stages[0].spent.update
+
+    # A layer has matrices of 2048 x 2048 (two), 512 x 2048 (two) and 8192 x 2048 (three). A step of Newton-Schulz makes two symmetric products of the short side.
+    five = 5 * 4 * 16 * (5 * 2048**3 + 2 * 512**3) / (0.95 * 760e12)
+    for ranks in (1, 2):
+        muon, more = (update(ranks, "optimizer=muon", f"optimizer.newton_schulz_steps={steps}") for steps in (5, 10))
+        if ranks == 1:
+            assert more - muon == pytest.approx(five, rel=0.01)
+            assert muon - update(1, "optimizer=adamw") > 0.9 * five
+        else:  # One rank has the embedding, and the other more of the matrices for it.
+            assert 0.5 * five < more - muon < 0.7 * five
+
+
 def test_an_exchange_is_waited_for() -> None:
     row, owned, none = (
         planned(recipe_of("llama3/debug", *overrides), 2, "h200").stages[0].spent.exposed

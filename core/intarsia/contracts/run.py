@@ -20,8 +20,8 @@ BuildStage = Literal["mesh", "data", "model", "parameters", "optimizer", "engine
 class Run:
     """A run, as every hook is handed it. Stability: provisional.
 
-    `step` counts finished optimizer steps. `parts` holds what has been built so far, by stage ("model" -> nn.Module ...), and `table`, the ParameterTable, and `loss`:
-    read it, don't replace it.
+    `step` counts finished optimizer steps. `parts` holds what has been built so far, by stage ("model" -> nn.Module ...), and `table`, the ParameterTable, `loss`, and `evaluation`, the held-out
+    loader where the run evaluates: read it, don't replace it.
     `record(event, **fields)` writes an event of a name of your own into events.jsonl and to the sinks, on rank 0, and does nothing on others.
     """
 

@@ -83,7 +83,7 @@ def build_data(built: Built) -> Loader:
     built.loader = loader("train")
     check_vocabulary(built.loader.tokenizer, recipe.model)
     if recipe.evaluation.every != 0 and (recipe.data.evaluation or recipe.data.held_out > 0):
-        built.evaluation = loader("evaluation")
+        built.evaluation = built.run.parts["evaluation"] = loader("evaluation")
     return built.loader
 
 

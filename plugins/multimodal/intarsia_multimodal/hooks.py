@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from intarsia.contracts import Run
 from intarsia.errors import DistributedError
@@ -15,25 +17,35 @@ ROW_AXES = tuple(axis for axis in AXES if axis not in DATA_AXES)
 
 
 def record_skipped(run: Run, step: int) -> None:
-    """Write the event `bad_media`: how many documents of this step are padding instead, over all ranks, and which. A collective.
+    """Of what the training loader gave for `step`: see `_record`."""
+    _record(run, run.parts["data"], f"Step {step}", step=step + 1, split="train")
 
-    Errors: DistributedError where ranks that hold parts of the same rows left out different documents, since each decodes for itself: what they compute together would be wrong in silence.
+
+def watch_evaluation(run: Run) -> None:
+    """Have each step of an evaluation recorded likewise, before any rank computes with it: see `_record`."""
+    loader = run.parts["evaluation"]
+    loader.after_step_made = lambda: _record(run, loader, f"Evaluation after step {run.step}", step=run.step, split="evaluation")
+
+
+def _record(run: Run, loader: Any, when: str, **facts: Any) -> None:
+    """Write the event `bad_media`: how many documents of the step that the loader gave last are padding instead, over all ranks, and which. A collective.
+
+    Errors: DistributedError where ranks that hold parts of the same rows left out different documents, since each decodes for itself: what they compute together would be wrong in silence, or never end.
     """
-    loader, mesh = run.parts["data"], run.parts["mesh"]
-    mine = loader.take_skipped()
+    mesh, mine = run.parts["mesh"], loader.take_skipped()
     sharing = mesh.comm(*ROW_AXES)
     if sharing.size > 1:
         given = sharing.gather_json([loader.rows_digest, mine[:NAMED]], what="rows with bad media")
         if len({digest for digest, _ in given}) > 1:
-            raise DistributedError(differing(step, [bad for _, bad in given]))
+            raise DistributedError(differing(when, [bad for _, bad in given]))
     comm = mesh.comm(*DATA_AXES)
     count = int(comm.all_reduce(torch.tensor([len(mine)], dtype=torch.int64), what="documents with bad media"))
     if count:
         named = [what for each in comm.gather_json(mine[:NAMED], what="documents with bad media") for what in each]
-        run.record("bad_media", step=step + 1, count=count, documents=named)
+        run.record("bad_media", **facts, count=count, documents=named)
 
 
-def differing(step: int, bad: list[list[str]]) -> str:
+def differing(when: str, bad: list[list[str]]) -> str:
     """What is to be said where ranks that share rows, in order, left out these documents."""
     everywhere = set.intersection(*map(set, bad))
     sides = [
@@ -41,7 +53,7 @@ def differing(step: int, bad: list[list[str]]) -> str:
         for number, each in enumerate(bad)
     ]
     return (
-        f"Step {step}: ranks that hold parts of the same rows ({', '.join(ROW_AXES)}) could not decode the same documents. By their place along these axes, what each left out: "
+        f"{when}: ranks that hold parts of the same rows ({', '.join(ROW_AXES)}) could not decode the same documents. By their place along these axes, what each left out: "
         f"{' | '.join(sides)}. A medium that some can decode and others cannot is not the same everywhere (an URL, a folder that differs by machine, memory that ran out): "
         "make it so, or leave these documents out."
     )

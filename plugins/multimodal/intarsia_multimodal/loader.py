@@ -101,7 +101,8 @@ def digest_of_rows(batches: Sequence[Batch]) -> str:
 
 
 class MultimodalLoader(StepLoader):
-    """See the module. `bad_media` counts, by reason, the documents of this rank that were padding instead; with `bad_media` "skip" `rows_digest` is that of the last step's rows."""
+    """See the module. `bad_media` counts, by reason, the documents of this rank that were padding instead; with `bad_media` "skip" `rows_digest` is that of the last step's rows.
+    `after_step_made` is called behind each step that `next_step` gives."""
 
     def __init__(self, config: MultimodalConfig, recipe: Recipe, plugins: Any, rank: int, ranks: int, directory: Path, split: str):
         self._maker = maker = Maker(recipe, plugins, directory, split)
@@ -139,6 +140,7 @@ class MultimodalLoader(StepLoader):
         self._skipped: list[str] = []
         self._given: list[Patches] = []
         self.rows_digest = ""
+        self.after_step_made: Callable[[], None] = lambda: None
         self._tell_what_is_left_out()
 
     # ------------------------------------------------------------ what there is
@@ -256,6 +258,8 @@ class MultimodalLoader(StepLoader):
                 self._skipped.append(what)
                 if self.bad_media[what] == 1:
                     log.warning("%s; its place in the row is padding", what)
+        if batches is not None:
+            self.after_step_made()
         return batches
 
     def take_skipped(self) -> list[str]:

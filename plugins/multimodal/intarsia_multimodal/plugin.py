@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from intarsia.contracts import Entry, Run
+from intarsia.contracts import BuildStage, Entry, Run
 from intarsia.hookspecs import hookimpl
 
 INTARSIA_API = 1
@@ -94,12 +94,25 @@ def offer_commands() -> Sequence[Entry]:
 
 
 @hookimpl
+def after_build(run: Run, stage: BuildStage) -> None:
+    """Have evaluations record media that could not be decoded, as training does."""
+    if stage == "data" and "evaluation" in run.parts and _leaves_out(run):
+        from intarsia_multimodal.hooks import watch_evaluation
+
+        watch_evaluation(run)
+
+
+@hookimpl
 def before_step(run: Run, step: int) -> None:
     """Record media that could not be decoded for this step, where the loader leaves them out, before any rank computes with what it was given. The same on every rank."""
-    from intarsia_multimodal.config import MultimodalConfig
-
-    settings = run.recipe.data.loader
-    if isinstance(settings, MultimodalConfig) and settings.bad_media == "skip":
+    if _leaves_out(run):
         from intarsia_multimodal.hooks import record_skipped
 
         record_skipped(run, step)
+
+
+def _leaves_out(run: Run) -> bool:
+    from intarsia_multimodal.config import MultimodalConfig
+
+    settings = run.recipe.data.loader
+    return isinstance(settings, MultimodalConfig) and settings.bad_media == "skip"

@@ -149,7 +149,7 @@ class Muon:
 
     def facts(self) -> dict[str, Any]:
         """How matrices are worked on: `matrices` and `cut` count parameters; `cut_parameters` names those that travel; `transfer_bytes` is what this rank receives for it in
-        one step, `transfers` what each rank does, under the axes that cut; `loads` are FLOPs of Newton-Schulz by rank, likewise ("replicated" where none does)."""
+        one step, `transfers` what each rank does, under the axes that cut; `loads` are FLOPs of Newton-Schulz by rank, likewise ("replicated" where none does), in products of `load_dtype`."""
         received: dict[Axes, list[int]] = {axes: [0] * group.size for axes, group in self._groups.items()}
         for name, journey in self._journeys.items():
             there, back = wire_of(self._dtype, master_dtype(self._members[name]))
@@ -163,6 +163,7 @@ class Muon:
             "transfer_bytes": sum(received[axes][group.rank] for axes, group in self._groups.items()),
             "transfers": {"+".join(name for name, _ in axes): each for axes, each in received.items()},
             "loads": loads,
+            "load_dtype": self._config.newton_schulz_dtype,
         }
 
     @torch.no_grad()

@@ -158,6 +158,7 @@ class _Rank:
     flexshard: Any
     traced: list[stage.TracedStage]
     spans: dict[str, int]
+    asked: transfers.Asked
     moved: list[Message]
 
     @classmethod
@@ -170,11 +171,11 @@ class _Rank:
             driven = 1 if getattr(recipe.engine, "unshard", "step") == "step" else 2 * part.micro_batches
         flexshard = planning.plan_stage(recipe, made.model, made.table, made.mesh, plugins, device.is_accelerator, driven)
         # Where its state is unknown the optimizer cannot be built without the run.
-        moved = [] if flexshard.settings.slots is None else transfers.messages(transfers.transfers(made, plugins))
+        asked = transfers.Asked() if flexshard.settings.slots is None else transfers.ask(made, plugins)
         names = tuple(name for part in made.parts if part is not None for name in part.blocks) or tuple(made.model.regions().blocks)
         traced = stage.trace(made, chosen, device.is_accelerator, found)
         spans = spans_of(made.mesh.sizes)
-        return cls(recipe, names, part, flexshard, traced, spans, moved)
+        return cls(recipe, names, part, flexshard, traced, spans, asked, transfers.messages(asked.transfers))
 
     @property
     def micro_batches(self) -> int:
@@ -280,7 +281,7 @@ class _Rank:
         return gathers, reductions - tail, tail
 
     def _update(self, device: Device) -> float:
-        """Seconds of what comes behind the last backward, and of sums of gradients, all bound by memory."""
+        """Seconds of what comes behind the last backward, and of sums of gradients: bound by memory, but for the optimizer's products of matrices."""
         rank = max(self.flexshard.ranks, key=lambda each: each.device)
         gradient = rank.gradients
         whole = sum(sum(bucket.counts) for bucket in self.flexshard.buckets)
@@ -295,7 +296,7 @@ class _Rank:
         )
         # Gradients are packed (read and written whole) and what arrives is added.
         moved += 2 * whole * wide + (rank.reduce + 2 * gradient if rank.reduce else 0)
-        return moved / device.streaming
+        return moved / device.streaming + rates.matrices(device, self.asked.load, self.asked.dtype)
 
 
 def spans_of(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -18,6 +18,8 @@ RAMP = 192
 FUSED = 0.2
 # Torch's flash attention, which context parallelism calls, over cuDNN's, which whole rows take: operators-h200.json, 7.3 and 4.8 ms.
 FLASH = 0.66
+# What an optimizer's products of stacked matrices reach of the rate of large products: flexshard-h200/muon.json, 37.5 TFLOP of Newton-Schulz in 52 ms of kernels.
+STACKED = 0.95
 
 
 def product(device: Device, m: int, n: int, k: int, dtype: str) -> float:
@@ -30,6 +32,12 @@ def product(device: Device, m: int, n: int, k: int, dtype: str) -> float:
         rate *= waves / math.ceil(waves) * k / (k + RAMP)
     width = 2 if dtype in ("bfloat16", "float16") else 4
     return max(2.0 * m * n * k / rate, width * (m * n + m * k + n * k) / device.streaming, device.launch / 2)
+
+
+def matrices(device: Device, flops: float, dtype: str) -> float:
+    """Seconds of an optimizer's products."""
+    peak = device.peak.get(dtype, device.peak["float32"])
+    return flops / (STACKED * device.product * min(peak / device.peak["bfloat16"], 1.0))
 
 
 def attention(device: Device, dim: int, backward: bool, flash: bool) -> float:

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from intarsia_sandbox.inside import filter as system_calls
@@ -97,6 +98,8 @@ class Watch:
     def __init__(self, init: int, limits: dict[str, Any], proc: str = "/proc"):
         self._init, self._limits, self._proc = init, limits, proc
         self._end = time.monotonic() + limits["seconds"]
+        self._own: Mapping[tuple[int, int], float] = {}
+        self._gone = 0.0
         self.pause = FIRST_LOOK
 
     def passed(self, reaped_cpu_seconds: float) -> str | None:
@@ -105,7 +108,10 @@ class Watch:
         if time.monotonic() >= self._end:
             return "seconds"
         used = usage.measure(self._init, self._proc)
-        if used.cpu_seconds + reaped_cpu_seconds >= self._limits["cpu_seconds"]:
+        self._gone += sum(seconds for process, seconds in self._own.items() if process not in used.own_cpu_seconds)
+        self._own = used.own_cpu_seconds
+        # The kernel forgets what children used that end while their parent ignores them: of these counts what was seen.
+        if max(used.cpu_seconds + reaped_cpu_seconds, sum(self._own.values()) + self._gone) >= self._limits["cpu_seconds"]:
             return "cpu_seconds"
         most = self._limits["memory_bytes"]
         if used.memory_bytes > most and usage.proportional(used, self._proc) > most:
