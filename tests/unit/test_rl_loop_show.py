@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,8 @@ def test_a_run_that_goes_on_drops_what_it_will_do_again(run: Path) -> None:
         (["{run}", "--step", "x"], "is no step N and no range"),
         (["{run}", "--lenght", "7"], "unrecognized arguments"),
         (["{run}", "--failure", "sandbx"], "invalid choice: 'sandbx'"),
+        (["{run}", "--held-out", "--status", "kept"], "evaluations (--held-out) have none"),
+        (["{run}", "--limit", "-1"], "--limit is -1; it must be at least 1, or 0 for all"),
     ],
 )
 def test_what_cannot_be_shown(run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
@@ -188,3 +191,25 @@ def test_text_that_is_no_unicode_is_written_and_comes_back(tmp_path: Path) -> No
     writer.write("step", 1, [{"id": "a", "text": "é \ud800 \U0001f600"}])
     [(_, _, path)] = files(tmp_path / "rollouts")
     assert [line["text"] for line in read(path)] == ["é \ud800 \U0001f600"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_terminal_is_shown_what_it_would_obey_or_cannot_show_as_escapes(tmp_path: Path, encoding: str) -> None:
+    writer = RolloutWriter(tmp_path, lambda ids: "")
+    odd = "one\ntwo\x1b[2J\x9b\udc80\u00e9"
+    said = dataclasses.replace(sample(0, 0, 1.0), turns=(Turn("user", odd), Turn("assistant", odd)))
+    failed = sample(0, 1, 0.0, failure=Failure("tool", odd, 3))
+    writer.write("step", 1, [writer.line(each, step=1, status="kept", advantage=0.0, lag=0) for each in (said, failed)])
+
+    def shown_there(*arguments: str) -> list[str]:
+        command = [sys.executable, "-m", "intarsia", "rl", "show", str(tmp_path), *arguments]
+        done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": f"{encoding}:strict"}, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode(encoding).split("\n")
+
+    lines = shown_there("--limit", "0")
+    assert len(lines) == 4 and all(line.isprintable() for line in lines)
+    letter = "\u00e9" if encoding == "utf-8" else "\\xe9"
+    assert all("\\u001b[2J\\x9b\\udc80" + letter in line.replace("\\x1b", "\\u001b") for line in lines[:2])
+    assert all(line.isprintable() for line in shown_there("--tokens"))
+    assert json.loads(shown_there("--json", "--failure", "tool")[0])["failure"]["message"] == odd

@@ -57,6 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
             "(data.loader=rollouts, keep_rollouts)."
         )
     kind = "held_out" if arguments.held_out else "step"
+    if arguments.held_out and arguments.status is not None:
+        raise UsageError(
+            "--status is of groups that were trained on or left out, and evaluations (--held-out) have none. Use --failure any for what failed there."
+        )
+    if arguments.limit is not None and arguments.limit < 0:
+        raise UsageError(f"--limit is {arguments.limit}; it must be at least 1, or 0 for all.")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     first, last = steps_of(arguments.step)
     wanted = [(number, path) for found, number, path in files(folder) if found == kind and first <= number <= last]
     if not wanted:
@@ -79,9 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         shown += 1
         if arguments.json:
-            print(json.dumps({**record, "gap": gap_of(record)}, ensure_ascii=False))
+            print(json.dumps({**record, "gap": gap_of(record)}))
         else:
-            print("\n".join(token_lines(record) if arguments.tokens else [one_line(record)]))
+            print("\n".join(map(printable, token_lines(record) if arguments.tokens else [one_line(record)])))
     if not count and arguments.sample is not None:
         check_sample(arguments.sample, wanted)
     if not arguments.json:
@@ -257,6 +265,11 @@ def text_of(turn: Record) -> str:
     )
     calls = "".join(f" {call['name']}({call['arguments']})" for call in turn.get("tool_calls", ()))
     return content + calls
+
+
+def printable(text: str) -> str:
+    """The text in one line: what a terminal would obey, and halves of surrogate pairs, as their escapes."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def short(text: str, most: int = 100) -> str:
