@@ -7,7 +7,7 @@ import math
 
 import pytest
 from intarsia import plugins
-from intarsia.contracts import Limits, Media, Observation, StepResult, Task, Turn
+from intarsia.contracts import Limits, Media, Observation, StepResult, Task, ToolCall, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import DistributedError, NumericsError, PluginError, UsageError
 from intarsia_rl.contracts import Request, Sampling, WeightVersion
@@ -583,8 +583,16 @@ def test_an_environment_that_cannot_be_built_says_why():
         (Observation((), tools=("add",)), "a str as a tool of its observation, and no ToolSpec"),  # type: ignore[arg-type]
         (Observation((), next_actor=None), "whose next_actor is None, and no name"),  # type: ignore[arg-type]
         (Observation((), next_actor=""), "whose next_actor is ''"),
+        (Observation((Turn("user", "a", tokens=(1, "b")),)), "turn 0 of its observation with tokens=(1, 'b'), and no tuple of int"),  # type: ignore[arg-type]
+        (Observation((Turn("user", "a", tokens=5),)), "with tokens=5"),  # type: ignore[arg-type]
+        (Observation((Turn("user", "a", tool_calls=("add",)),)), "with tool_calls=('add',), and no tuple of ToolCall"),  # type: ignore[arg-type]
+        (Observation((Turn("user", (Media("image", 5),)),)), "a medium of the kind 'image' whose data are a int"),  # type: ignore[arg-type]
+        (Observation((Turn("user", (Media("image", (b"",)),)),)), "a medium of the kind 'image' whose data are a tuple"),
+        (Observation((Turn("user", (Media("sound", b""),)),)), "a medium of the kind 'sound'"),  # type: ignore[arg-type]
         ("text", "which is no Observation"),
         (Observation((Turn("user", ("text", Media("image", b"", "image/png"))),)), None),
+        (Observation((Turn("user", (Media("video", (b"", b"")), Media("video", "a.mp4"))),)), None),
+        (Observation((Turn("assistant", "a", (1, 2), (ToolCall("1", "add", "{}"),)),)), None),
         (None, None),
     ],
 )
@@ -669,6 +677,25 @@ def test_metrics_are_finite_numbers_by_name(metrics, monkeypatch):
         episode = pool.episode(task_that(), 0)
         await episode.reset()
         with pytest.raises(EnvironmentFailure, match="which are no finite numbers by name"):
+            await episode.step(ACTION)
+        await episode.close()
+        await pool.close()
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("word", ["ended", "truncated"])
+def test_whether_an_episode_has_ended_is_true_or_false(word, monkeypatch):
+    async def step(self, action):
+        return StepResult(None, **{"reward": 1.0, "ended": True, word: "no"})
+
+    monkeypatch.setattr(MisbehavingEpisode, "step", step)
+
+    async def main():
+        pool, _ = await workers_of()
+        episode = pool.episode(task_that(), 0)
+        await episode.reset()
+        with pytest.raises(EnvironmentFailure, match=f"step gave {word}='no', which is neither true nor false"):
             await episode.step(ACTION)
         await episode.close()
         await pool.close()

@@ -98,6 +98,8 @@ def test_several_of_one_class_have_names_of_their_own():
     assert distinct(one, two) == (one, two)
     with pytest.raises(UsageError, match="name of its own"):
         distinct(one, one)
+    with pytest.raises(UsageError, match="a rubric is called 'steps', which is what the steps of an episode earn"):
+        distinct(one, EachRubric("steps", lambda task, turns: 1))
     with pytest.raises(UsageError, match="weight"):
         distinct(EachRubric("a", lambda task, turns: 1, weight=math.inf))
     with pytest.raises(UsageError, match="the weight of 'a' is '1': it must be a finite number"):

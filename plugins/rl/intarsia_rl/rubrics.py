@@ -43,6 +43,8 @@ Ask = Callable[[Sequence[Mapping[str, str]]], Awaitable[str]]
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 SCORE = re.compile(rf"score\s*[:=]\s*\**\s*({NUMBER.pattern})", re.IGNORECASE)
+STEPS = "steps"
+"""In `Sample.rewards`, the sum of what an episode's steps earned."""
 MOST_BYTES = 4 << 20
 AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """Answers of a server after which asking again may help."""
@@ -54,6 +56,8 @@ def distinct(*rubrics: Rubric) -> tuple[Rubric, ...]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not all(names):
         raise UsageError(f"rubrics: each needs a name of its own, and they are {names}.")
+    if STEPS in names:
+        raise UsageError(f"rubrics: a rubric is called {STEPS!r}, which is what the steps of an episode earn: give it another name.")
     for rubric in rubrics:
         if isinstance(rubric.weight, bool) or not isinstance(rubric.weight, int | float) or not math.isfinite(rubric.weight):
             raise UsageError(f"rubrics: the weight of {rubric.name!r} is {rubric.weight!r}: it must be a finite number.")

@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from intarsia.contracts import Environment, Episode, Limits, Media, Observation, StepResult, Task, ToolSpec, Turn
+from intarsia.contracts import Environment, Episode, Limits, Media, Observation, StepResult, Task, ToolCall, ToolSpec, Turn
 from intarsia.contracts.environment import Boundary, EnvironmentFailure
 from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
 from intarsia.plugins import current
@@ -101,6 +101,9 @@ class EnvironmentService:
         metrics = result.metrics
         if not isinstance(metrics, Mapping) or not all(isinstance(name, str) and is_number(value) for name, value in metrics.items()):
             raise EnvironmentFailure("environment", f"step gave the metrics {metrics!r:.2000}, which are no finite numbers by name")
+        for word in ("ended", "truncated"):
+            if not isinstance(getattr(result, word), bool):
+                raise EnvironmentFailure("environment", f"step gave {word}={getattr(result, word)!r:.200}, which is neither true nor false")
         if result.observation is None and not result.ended and not result.truncated:
             raise EnvironmentFailure("environment", "step neither ended the episode nor observed anything")
         return result
@@ -228,4 +231,17 @@ def wrong_observation(observation: Any) -> str | None:
         parts = (turn.content,) if isinstance(turn.content, str) else turn.content
         if not isinstance(parts, (tuple, list)) or not all(isinstance(part, (str, Media)) for part in parts):
             return f"turn {place} of its observation with the content {turn.content!r:.200}, which is neither text nor a tuple of texts and Media"
+        if (medium := next((part for part in parts if isinstance(part, Media) and not is_medium(part)), None)) is not None:
+            return f"turn {place} of its observation with a medium of the kind {medium.kind!r:.50} whose data are a {type(medium.data).__name__}: an image is a path or bytes, a video these or a tuple of bytes"
+        for name, value in (("tokens", turn.tokens or ()), ("tool_calls", turn.tool_calls)):
+            kind = int if name == "tokens" else ToolCall
+            if not isinstance(value, (tuple, list)) or not all(type(item) is kind for item in value):
+                return f"turn {place} of its observation with {name}={value!r:.200}, and no tuple of {kind.__name__}"
     return None
+
+
+def is_medium(medium: Media) -> bool:
+    """Whether an image or a video is as the contract says."""
+    frames = medium.data if medium.kind == "video" and isinstance(medium.data, (tuple, list)) else None
+    is_file = isinstance(medium.data, (str, bytes)) or (frames is not None and all(isinstance(frame, bytes) for frame in frames))
+    return medium.kind in ("image", "video") and is_file
