@@ -451,7 +451,9 @@ def test_evaluations_compare_and_record_what_they_leave_out(tmp_path):
     assert loader.next_step() is not None and not recorded, "before the stage of data nobody watches"
     loader.reset()
     after_build(run, "data")
-    with pytest.raises(DistributedError, match=r"Evaluation after step 7: .*document 0: image of .*truncated.* \| 1: none that others have not"):
+    with pytest.raises(
+        DistributedError, match=r"Evaluation after step 7: .*document 0: image of .*truncated.* \| 1: none that others have not"
+    ):
         loader.next_step()
     run, recorded = run_of(None, [loader.rows_digest, []])
     run.parts["evaluation"], run.recipe, run.step = loader, settings, 7
