@@ -67,6 +67,11 @@ def test_token_ids_are_taken_as_they_are(tmp_path):
     assert (rejected.tokens, rejected.trained) == ((1, 2, 4, 5), (False, False, True, True))
 
 
+def test_fields_that_are_named_like_media_may_be_read_and_be_empty(tmp_path):
+    chosen, _ = documents(tmp_path, {"image": "2+2?", "chosen": "4", "rejected": "5", "images": [], "video": None}, prompt="image")
+    assert said(chosen) == [("user", "2+2?", False), ("assistant", "4", True)]
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -78,6 +83,19 @@ def test_token_ids_are_taken_as_they_are(tmp_path):
         ({"prompt": [1], "chosen": "a", "rejected": "b"}, "'prompt' holds token ids"),
         ({"prompt": [1], "chosen": [2], "rejected": []}, "one of them is empty"),
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "field 'chosen' holds a value of type int"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]},
+            "images or videos in the field 'images', and pairs are of text alone",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}, "a"]}], "chosen": "b", "rejected": "c"},
+            r"pairs.jsonl:1: .*in the field 'prompt'",
+        ),
+        ({"prompt": "a", "chosen": [{"role": "assistant", "content": "b", "video": "b.mp4"}], "rejected": "c"}, "in the field 'chosen'"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": [{"image_url": {"url": "c"}}]}]},
+            "in the field 'rejected'",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -105,7 +105,7 @@ def encode_parts(content: str | Parts, encode: Callable[[str], Sequence[int]], v
 def no_tokens_for(medium: Media) -> UsageError:
     """What is to be said of a medium where only text has tokens. Stability: provisional."""
     return UsageError(
-        f"it holds a medium ({medium.kind}), which text alone has no tokens for. Set data.loader=multimodal, and its processor to the model's."
+        f"it holds a medium ({medium.kind}), which text alone has no tokens for. Set data.loader=multimodal, and its processor to the model's; pairs of answers (data.loader=preferences) are of text alone."
     )
 
 

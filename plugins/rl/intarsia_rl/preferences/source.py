@@ -1,6 +1,6 @@
 """The source `preferences`: of pair n document 2 n is the chosen answer behind its prompt, 2 n + 1 the rejected one. Torch-free.
 
-A prompt that is a string is the user's turn, an answer that is one the assistant's. Only answers are trained on; within them, as messages say.
+A prompt that is a string is the user's turn, an answer that is one the assistant's. Only answers are trained on; within them, as messages say. Pairs are of text: a record with images or videos is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from intarsia_data.records import to_document
 from intarsia_data.sources import FileSource
 
 from intarsia_rl.preferences.config import PreferenceFilesConfig
+
+MEDIA = ("image", "images", "image_url", "video", "videos", "video_url")
+"""Fields that hold media where data sets have them."""
 
 
 class PreferenceFiles(FileSource):
@@ -41,6 +44,7 @@ class PreferenceFiles(FileSource):
 
 def pair_of(record: Any, fields: PreferenceFilesConfig, where: str) -> tuple[Document, Document]:
     """(chosen, rejected), each with its prompt. UsageError that names the record and what is wrong with it."""
+    _check_is_text(record, fields, where)
     answers = [to_document(record, name, where) for name in (fields.chosen, fields.rejected)]
     prompt = to_document(record, fields.prompt, where) if isinstance(record, Mapping) and fields.prompt in record else None
     if any(answer.tokens is not None for answer in answers):
@@ -64,6 +68,28 @@ def pair_of(record: Any, fields: PreferenceFilesConfig, where: str) -> tuple[Doc
         )
     silent = tuple(dataclasses.replace(turn, trained=False) for turn in before)
     return Document(messages=(*silent, *turns[0])), Document(messages=(*silent, *turns[1]))
+
+
+def _check_is_text(record: Any, fields: PreferenceFilesConfig, where: str) -> None:
+    """UsageError for images and videos, beside the fields that are read and in them: none must be lost in silence."""
+    if not isinstance(record, Mapping):
+        return
+    read = (fields.prompt, fields.chosen, fields.rejected)
+    found = [name for name in MEDIA if record.get(name) and name not in read] or [name for name in read if _shows(record.get(name))]
+    if found:
+        raise UsageError(
+            f"{where}: there are images or videos in the field {found[0]!r}, and pairs are of text alone: the model would learn to prefer answers to what it does not see. Leave such pairs out, or train "
+            "on chosen answers, with data.loader=multimodal and another loss."
+        )
+
+
+def _shows(value: Any) -> bool:
+    """Whether a conversation, a turn or its content has a part that is an image or a video, as chat services write them."""
+    if isinstance(value, list):
+        return any(_shows(item) for item in value)
+    return isinstance(value, Mapping) and (
+        any(value.get(name) or value.get("type") == name for name in MEDIA) or _shows(value.get("content"))
+    )
 
 
 def _turns(document: Document, role: str) -> tuple[Message, ...]:
