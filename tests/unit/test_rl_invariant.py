@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+
 import chz
 import pytest
 from intarsia import ops, plugins
 from intarsia.config import resolve
 from intarsia.contracts import KernelEntry
 from intarsia.errors import UsageError
+from intarsia_rl.controller.service import parts_of
 from intarsia_rl.invariant import table
 from intarsia_rl.invariant.check import check_recipe, kernel_problems, problems
 from intarsia_rl.invariant.parity.command import _listing, _supported
 from intarsia_rl.invariant.transform import batch_invariant
+from intarsia_testing.rollout_doubles import InProcessWorkers, Said, ScriptedGenerators
 
 
 def recipe(name="llama3/debug", *overrides):
@@ -106,6 +111,28 @@ def test_recurrences_and_towers_are_refused_by_name_with_the_reason():
     assert "Model family 'intarsia-qwen3-5:qwen3_5'" in text and "'intarsia-models-common:vision_tower' at model.vision is not" in text
     assert text.count("gated_delta_net'") == 1 and "model.layers.0.attention and 2 more places" in text
     assert "operator gated_delta_rule" in text and "token by token" in text
+
+
+def test_steps_that_could_show_no_gap_are_refused():
+    assert "data.loader.audit=0 leaves steps" in refusals(recipe("arithmetic/debug", "data.loader.audit=0"))
+    assert not refusals(recipe("arithmetic/debug", "data.loader.audit=0", "data.loader.max_lag=0")) and not refusals(
+        recipe("arithmetic/debug")
+    )
+
+
+def test_a_generator_that_cannot_score_is_refused_where_tokens_may_be_older(tmp_path):
+    made = recipe("arithmetic/debug")
+    generators = ScriptedGenerators(lambda request: Said([0, 12]))
+    generators.facts = dataclasses.replace(generators.facts, capabilities=("invariant",))
+    workers = InProcessWorkers(plugins.current().build(made.data.loader.environment))
+
+    def parts(of):
+        return asyncio.run(parts_of(of, plugins.current(), tmp_path, generators, workers, plugins.current().build(of.loss.algorithm)))
+
+    with pytest.raises(UsageError, match=r"cannot score tokens of older weights anew \(capability `forced`\)"):
+        parts(made)
+    parts(recipe("arithmetic/debug", "data.loader.max_lag=0"))
+    parts(resolve("arithmetic/debug").recipe)
 
 
 def test_a_generator_that_is_cut_is_refused_with_the_reason():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from intarsia.contracts import Observation, Task
-from intarsia.errors import PluginError, UsageError
+from intarsia.errors import DistributedError, PluginError, UsageError
 from intarsia_rl.config import RolloutsConfig
 from intarsia_rl.contracts import Algorithm, Sample, Sampling, Segment
 from intarsia_rl.controller.buffer import Buffer
@@ -111,6 +111,30 @@ def test_versions_change_within_a_try_that_spans_an_update() -> None:
     assert mixed, "some try went on with newer weights"
     for step, each in enumerate(deliveries):
         assert each["samples"][0].oldest_version >= step - 2
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_version_that_is_overwritten_while_it_is_read_gives_way_to_the_newest(lost: bool) -> None:
+    """Transports keep some versions and overwrite the oldest: of these a reader that is late is told so."""
+    config = settings(max_lag=8)
+    loop, generators = world(config, slow_tail, OneTurn({"train": TASKS}, reward))
+    update, overwritten = generators.update, []
+
+    async def late(weights: Any, in_flight: Any = "continue") -> None:
+        await asyncio.sleep(30.0 if weights.version else 0.0)
+        assert loop._newest is not None
+        if loop._newest.version > weights.version + 3 or (lost and weights.version):
+            overwritten.append(weights.version)
+            raise DistributedError(f"version {weights.version} is not kept (any more)")
+        await update(weights, in_flight)
+
+    generators.update = late  # type: ignore[method-assign]
+    if lost:
+        with pytest.raises(DistributedError, match="is not kept"):
+            run_virtually(train(loop, 20, 0.5))
+        return
+    deliveries = run_virtually(train(loop, 20, 0.5))
+    assert overwritten and all(each["stats"]["lag"]["max"] <= 8 for each in deliveries)
 
 
 def test_groups_left_out_make_room_and_are_told_of() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from intarsia.contracts import Task
 from intarsia.contracts.environment import EnvironmentFailure
-from intarsia.errors import IntarsiaError, PluginError, UsageError
+from intarsia.errors import DistributedError, IntarsiaError, PluginError, UsageError
 
 from intarsia_rl.config import RolloutsConfig
 from intarsia_rl.contracts import Algorithm, ProcessDied, Sample, WeightVersion
@@ -175,7 +175,13 @@ class Loop:
         try:
             while self._newest is not None and self._newest.version > self._version:
                 weights = self._newest
-                await self.generators.update(weights, cast(Literal["continue", "drain"], self._config.in_flight))
+                try:
+                    await self.generators.update(weights, cast(Literal["continue", "drain"], self._config.in_flight))
+                except DistributedError:
+                    # Transports keep few versions: one that is overwritten while it is read, or waited for, has been followed by others.
+                    if self._newest is weights:
+                        raise
+                    continue
                 self._version = weights.version
                 self._fill()
                 self._changed.set()

@@ -163,6 +163,11 @@ async def parts_of(
             f"The run has a processor of images and video (data.loader.processor), and the generator {generators.facts.name!r} serves text alone (capability `media`). Use the generator `local` with "
             "tensor=1, or set data.loader.processor=none."
         )
+    if "forced" not in generators.facts.capabilities and config.invariant and config.max_lag:
+        raise UsageError(
+            f"The batch-invariant mode shows at every step that trainer and generator agree, and the generator {generators.facts.name!r} cannot score tokens of older weights anew (capability `forced`). Set "
+            "data.loader.max_lag=0, or choose another generator."
+        )
     if "forced" not in generators.facts.capabilities and algorithm.needs_reference:
         raise UsageError(
             f"The algorithm asks for a reference, and the generator {generators.facts.name!r} cannot score tokens that are there (capability `forced`). Set the algorithm's weight of "

@@ -99,6 +99,9 @@ def _settings(recipe: Recipe, device: str, dtype: str) -> Iterator[str]:
     tensor = getattr(getattr(recipe.data.loader, "generator", None), "tensor", 1)
     if isinstance(tensor, int) and tensor > 1:
         yield cut_text(tensor)
+    loader: Any = recipe.data.loader
+    if getattr(loader, "audit", 1) < 1 and getattr(loader, "max_lag", 0) > 0:
+        yield f"data.loader.audit=0 leaves steps whose tokens are all of older weights (max_lag={loader.max_lag}) without a gap to show. Use data.loader.audit=1 or more, or max_lag=0."
     sharder: Any = recipe.sharder
     payloads = {
         getattr(sharder, "payload", "plain"),

@@ -161,6 +161,7 @@ REFUSED: Mapping[str, str] = {
     "generator.tensor above 1": "Each rank multiplies a part of a row, and the partial products are added up afterwards: another order of sums than the trainer's, which has the whole row.",
     "mesh.tp, mesh.cp, mesh.ep or mesh.pp above 1": "Ranks of the trainer would sum what a generator sums alone.",
     "compile.mode other than none": "Compiled code rounds otherwise than the generator's.",
+    "data.loader.audit=0 with max_lag above 0": "A step whose tokens are all of older weights would show no gap.",
     "jitter of a router": "The trainer's routers would see noise, and the generator's would not.",
     "dispatchers that drop tokens": "What is dropped depends on the batch.",
     "weights gathered as float8": "The generator holds them unrounded.",
