@@ -317,7 +317,12 @@ def test_filters_jump_to_lines_that_are_there(machine):
     assert len(lines) < 4096 and lines[-1][0] == system_calls.RETURN
 
     def decide(
-        number: int, first: int = 0, second: int = 0, third: int = 0, architecture: int = system_calls.ARCHITECTURES[machine]
+        number: int,
+        first: int = 0,
+        second: int = 0,
+        third: int = 0,
+        fourth: int = 0,
+        architecture: int = system_calls.ARCHITECTURES[machine],
     ) -> int:
         place, value = 0, 0
         while True:
@@ -325,7 +330,7 @@ def test_filters_jump_to_lines_that_are_there(machine):
             if code == system_calls.RETURN:
                 return k
             if code == system_calls.LOAD:
-                value = {0: number, 4: architecture, 16: first, 24: second, 32: third}[k]
+                value = {0: number, 4: architecture, 16: first, 24: second, 32: third, 40: fourth}[k]
                 place += 1
             elif code == system_calls.AND:
                 value &= k
@@ -338,13 +343,16 @@ def test_filters_jump_to_lines_that_are_there(machine):
     for name, numbers in system_calls.DENIED.items():
         if numbers[column] is not None:
             assert decide(numbers[column]) == system_calls.FAIL | 1, name
-    clone, pair, option, ioctl = (
-        each[column] for each in (system_calls.CLONE, system_calls.SOCKETPAIR, system_calls.SETSOCKOPT, system_calls.IOCTL)
+    clone, pair, option, ioctl, mmap = (
+        each[column]
+        for each in (system_calls.CLONE, system_calls.SOCKETPAIR, system_calls.SETSOCKOPT, system_calls.IOCTL, system_calls.MMAP)
     )
     allowed = [decide(clone, 17), decide(pair, 1, 0x80801), decide(option, 3, 1, 8), decide(ioctl, 0, 0x5401)]
+    allowed += [decide(mmap, 0, 4096, 3, 0x22), decide(mmap, 0, 4096, 3, 0x1)]
     assert set(allowed) == {system_calls.ALLOW}
     denied = [decide(clone, 0x10000011), decide(ioctl, 0, 0x5412), decide(ioctl, 0, 0x541C), decide(option, 3, 1, 7)]
     denied += [decide(pair, 1, 2), decide(pair, 1, 0x80802), decide(pair, 1, 5), decide(pair, 30, 1)]
+    denied += [decide(mmap, 0, 4096, 3, 0x21), decide(mmap, 0, 4096, 3, 0x4023)]
     assert set(denied) == {system_calls.FAIL | 1}
     assert decide(435) == decide(1000) == system_calls.FAIL | 38
     assert decide(0, architecture=0x40000003) == system_calls.KILL

@@ -8,7 +8,8 @@ from intarsia_sandbox.inside import kernel
 
 HOME, TEMPORARY = "/sandbox/work", "/sandbox/tmp"
 USER = 1000
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = ("null", "full", "random", "urandom")
+"""Not zero: mapped, it is memory that no process's size shows."""
 PLACES = ("/sys", "/mnt", "/media", "/srv", "/opt", "/run")
 """Folders over one of which the new root is built: in a mount namespace of its own, nobody else sees it."""
 MOST_FILES = 16_384

@@ -72,6 +72,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "semget": (64, 190),
     "socket": (41, 198),
     "vmsplice": (278, 75),
+    "io_setup": (206, 0),
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
     "mq_open": (240, 180),
@@ -103,14 +104,16 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "ustat": (136, None),
 }
 CLONE3 = 435
-CLONE, SOCKETPAIR, SETSOCKOPT, IOCTL = (56, 220), (53, 199), (54, 208), (16, 29)
+CLONE, SOCKETPAIR, SETSOCKOPT, IOCTL, MMAP = (56, 220), (53, 199), (54, 208), (16, 29), (9, 222)
 AF_UNIX, SOCK_STREAM, SO_SNDBUF, TIOCSTI, TIOCLINUX = 1, 1, 7, 0x5412, 0x541C
 NEW_NAMESPACES = kernel.NAMESPACES | kernel.CLONE_NEWTIME
 
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT = 0, 4, 16, 24, 32
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 24, 32, 40
 KIND_OF_SOCKET = 0xF
 """The bits of a socket's type that are not flags."""
+SHARED_ANONYMOUS = 0x21
+"""MAP_SHARED (and MAP_SHARED_VALIDATE) and MAP_ANONYMOUS: pages of such a mapping stay when no process has them any more, as long as one has any part of it."""
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 X32 = 0x40000000
 
@@ -159,6 +162,12 @@ def program(machine: str) -> bytes | None:
     add(EQUAL, SETSOCKOPT[column], no=4)
     add(LOAD, THIRD_ARGUMENT)
     add(EQUAL, SO_SNDBUF, no=1)
+    add(RETURN, FAIL | errno.EPERM)
+    add(RETURN, ALLOW)
+    add(EQUAL, MMAP[column], no=5)
+    add(LOAD, FOURTH_ARGUMENT)
+    add(AND, SHARED_ANONYMOUS)
+    add(EQUAL, SHARED_ANONYMOUS, no=1)
     add(RETURN, FAIL | errno.EPERM)
     add(RETURN, ALLOW)
     add(EQUAL, IOCTL[column], no=5)

@@ -24,33 +24,57 @@ SOCKET_BYTES = _waiting_bytes()
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Resident bytes, CPU seconds, and the processes themselves; `own_cpu_seconds` are those of each process (its number and the time it began at) without those of children that it waited for."""
+    """Resident bytes, CPU seconds, and the processes themselves; `own_cpu_seconds` are those of each process (its number and the time it began at) without those of children that it waited for.
+    `threads` are those by which processes show what they have: of a process whose first thread has ended another one's."""
 
     memory_bytes: int
     cpu_seconds: float
     processes: tuple[int, ...]
     own_cpu_seconds: Mapping[tuple[int, int], float]
+    threads: tuple[int, ...]
 
 
 def measure(init: int, proc: str = "/proc") -> Usage:
     """Of the descendants of `init`. Pages that several processes share count once in each, and every open file as a full socket; `proportional` is exact and dear."""
     parents: dict[int, int] = {}
+    others: dict[int, int] = {}
     facts: dict[int, tuple[int, float, tuple[int, int], float]] = {}
     for name in os.listdir(proc):
         if not name.isdigit():
             continue
-        try:
-            with open(f"{proc}/{name}/stat", "rb") as file:
-                # The command's name is in brackets and may hold anything.
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            continue  # It has ended.
+        fields = _fields(name, proc)
+        if not fields:
+            continue
         parents[int(name)] = int(fields[1])
         began, ticks = int(fields[19]), list(map(int, fields[11:15]))
+        if fields[0] == b"Z" and (living := _living(name, proc)):
+            others[int(name)], fields = living
         facts[int(name)] = int(fields[21]) * PAGE, sum(ticks) / TICKS, (int(name), began), sum(ticks[:2]) / TICKS
     found = [number for number in parents if number != init and _descends(number, init, parents)]
-    memory = sum(facts[number][0] + SOCKET_BYTES * len(_files(number, proc)) for number in found)
-    return Usage(memory, sum(facts[number][1] for number in found), tuple(found), {facts[number][2]: facts[number][3] for number in found})
+    threads = tuple(others.get(number, number) for number in found)
+    memory = sum(facts[number][0] for number in found) + SOCKET_BYTES * sum(len(_files(number, proc)) for number in threads)
+    own = {facts[number][2]: facts[number][3] for number in found}
+    return Usage(memory, sum(facts[number][1] for number in found), tuple(found), own, threads)
+
+
+def _fields(place: str, proc: str) -> list[bytes]:
+    """What a process or thread says of itself, from its state on; nothing where it has ended."""
+    try:
+        with open(f"{proc}/{place}/stat", "rb") as file:
+            # The command's name is in brackets and may hold anything.
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return []
+
+
+def _living(name: str, proc: str) -> tuple[int, list[bytes]] | None:
+    """A thread of a process whose first one has ended, with what it says; None where all have."""
+    try:
+        threads = os.listdir(f"{proc}/{name}/task")
+    except OSError:
+        return None
+    found = ((int(thread), _fields(f"{name}/task/{thread}", proc)) for thread in threads)
+    return next((each for each in found if each[1] and each[1][0] not in (b"Z", b"X")), None)
 
 
 def _files(number: int, proc: str) -> list[str]:
@@ -64,7 +88,7 @@ def _files(number: int, proc: str) -> list[str]:
 def _sockets(usage: Usage, proc: str) -> int:
     """How many sockets they have open, each once."""
     found: set[str] = set()
-    for path in (path for number in usage.processes for path in _files(number, proc)):
+    for path in (path for number in usage.threads for path in _files(number, proc)):
         with contextlib.suppress(OSError):
             found.add(os.readlink(path))
     return sum(target.startswith("socket:") for target in found)
@@ -73,7 +97,7 @@ def _sockets(usage: Usage, proc: str) -> int:
 def proportional(usage: Usage, proc: str = "/proc") -> int:
     """Resident bytes, with shared pages shared out, and what may wait in sockets; the plain sum where the kernel does not say."""
     total = SOCKET_BYTES * _sockets(usage, proc)
-    for number in usage.processes:
+    for number in usage.threads:
         try:
             with open(f"{proc}/{number}/smaps_rollup", "rb") as file:
                 total += next(int(line.split()[1]) for line in file if line.startswith(b"Pss:")) * 1024
