@@ -162,6 +162,23 @@ def test_flops_are_those_that_torch_counts():
     assert whole.media_flops({}) == VisionLanguageModel(config()).media_flops({"grids": grids}) == 0.0
 
 
+@pytest.mark.parametrize(("frozen", "passes"), [("", (3, 3)), ("visual", (1, 1)), ("trunk", (1, 3)), ("mergers", (3, 2))])
+def test_flops_of_what_is_frozen_are_those_of_its_passes(frozen, passes):
+    """Patches have no gradient: what is frozen and has nothing that trains before it is run forward alone."""
+    model, grids = VisionLanguageModel(config(vision(depth=3, deepstack=(1,)))), ((1, 4, 6), (2, 8, 4))
+    for name, parameter in model.visual.named_parameters():
+        merges = name.startswith(("merger", "deepstack"))
+        parameter.requires_grad_(not {"": False, "visual": True, "trunk": not merges, "mergers": merges}[frozen])
+    expected = tower_flops(model.config.vision, grids, *passes)
+    assert model.media_flops({"grids": grids}) == expected
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        features, deepstack = model.visual(torch.randn(88, 24), grids)
+        if features.requires_grad:
+            (features.sum() + deepstack[0].sum()).backward()
+    # The first projection's input has no gradient.
+    assert counted.get_total_flops() <= expected * (1 + 1e-6) and counted.get_total_flops() > 0.9 * expected
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

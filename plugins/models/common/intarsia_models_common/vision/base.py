@@ -21,7 +21,7 @@ from intarsia_models_common.base import LanguageModel
 from intarsia_models_common.build import build
 from intarsia_models_common.vision.config import VisionLanguageModelConfig
 from intarsia_models_common.vision.flops import tower_flops
-from intarsia_models_common.vision.tower import linear_flops
+from intarsia_models_common.vision.tower import linear_flops, passes
 
 Seen = tuple[Tensor, tuple[Tensor, ...]]
 """Features [M, D] and those that are added behind the first blocks."""
@@ -125,8 +125,12 @@ class VisionLanguageModel(LanguageModel):
         return super().flops_per_token(sequence_tokens) - 3.0 * inside
 
     def media_flops(self, extra: Mapping[str, Any]) -> float:
-        """Forward plus backward FLOPs of the tower for what a loader added to one batch, from `grids` alone; 0 where there is nothing to see."""
-        return 0.0 if self.config.vision is None else 3.0 * tower_flops(self.config.vision, extra.get("grids", ()))
+        """Forward plus backward FLOPs of the tower for what a loader added to one batch, from `grids` alone; 0 where there is nothing to see. What is frozen has a backward pass only where something before it
+        trains, and then half of one."""
+        if self.config.vision is None:
+            return 0.0
+        # Of a later stage of a pipeline nobody asks, and it has no tower.
+        return tower_flops(self.config.vision, extra.get("grids", ()), *((3.0, 3.0) if self.visual is None else passes(self.visual)))
 
 
 def pick(features_MD: Tensor, rows_BS: Tensor, dtype: torch.dtype) -> Tensor:

@@ -218,3 +218,11 @@ def check_patches(patches_NC: Tensor, grids: Sequence[sizes.Grid], config: Visio
 def linear_flops(module: nn.Module) -> float:
     """FLOPs of the forward pass of each projection within, over one row."""
     return sum(2.0 * each.in_features * each.out_features for each in module.modules() if isinstance(each, nn.Linear))
+
+
+def passes(tower: nn.Module) -> tuple[float, float]:
+    """What forward and backward of a tower cost, in its forward passes: before the mergers, and in them. A part that is frozen has no backward pass, or half of one where something before it trains; one of which a
+    piece trains counts whole."""
+    trains = [name.startswith(("merger.", "deepstack.")) for name, parameter in tower.named_parameters() if parameter.requires_grad]
+    trunk, mergers = not all(trains), any(trains)
+    return (3.0 if trunk else 1.0), 3.0 if mergers else 2.0 if trunk else 1.0
