@@ -268,6 +268,15 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_words(doubles: D
     assert "12 of 12 tries failed, 12 of them like this: tool: the tool is broken" in error
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"), [((), ""), (("temperature=0.7", "top_k=5"), "has temperature=0.7, top_k=5: tokens are drawn")]
+)
+def test_another_distribution_than_the_policys_is_said_once(doubles: Doubles, settings: tuple[str, ...], words: str) -> None:
+    assert train("run", "train.steps=2", *(f"data.loader.sampling.{each}" for each in settings)) == 0
+    said = [event["message"] for event in read_events(Path("run")) if event["event"] == "warning" and "sampling" in event["message"]]
+    assert len(said) == bool(words) and all(words in each for each in said)
+
+
 def test_numbers_that_are_not_finite_end_the_run_with_code_4(doubles: Doubles, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("run", "train.steps=4", "optimizer.lr=1e38", "schedule.warmup_steps=0", "train.clip_norm=none") == 4
     assert "is not finite" in capsys.readouterr().err

@@ -684,6 +684,19 @@ def test_metrics_are_finite_numbers_by_name(metrics, monkeypatch):
     run_virtually(main())
 
 
+@pytest.mark.parametrize("name", [7, None, ""])
+def test_a_task_without_a_name_is_refused_with_its_place(name, monkeypatch):
+    monkeypatch.setattr(Misbehaves, "tasks", lambda self, split: [Task("a", {}), Task(name, {})])
+
+    async def main():
+        pool, _ = await workers_of()
+        with pytest.raises(UsageError, match=f"task number 1 of its split 'train', counted from 0, has the id {name!r}, and no name"):
+            await pool.tasks("train")
+        await pool.close()
+
+    run_virtually(main())
+
+
 @pytest.mark.parametrize("word", ["ended", "truncated"])
 def test_whether_an_episode_has_ended_is_true_or_false(word, monkeypatch):
     async def step(self, action):

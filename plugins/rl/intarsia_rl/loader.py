@@ -19,7 +19,7 @@ from intarsia.contracts import Batch, Run, StateItem, Tokenizer
 from intarsia.errors import CheckpointError, DistributedError, IntarsiaError, UsageError
 
 from intarsia_rl.algorithms.config import check_routes
-from intarsia_rl.config import RolloutsConfig
+from intarsia_rl.config import RolloutsConfig, SamplingConfig
 from intarsia_rl.contracts import ProcessDied, WeightTransport
 from intarsia_rl.controller.service import SERVICE
 from intarsia_rl.controller.state import sample_from_json, sample_to_json
@@ -126,6 +126,8 @@ class RolloutsLoader:
                 self._call("take_up", page)
             facts = self._call("begin", step)
             self._attached().record("generators", count=self._config.generators, **facts)
+            if said := other_policy(self._config.sampling):
+                self._attached().record("warning", message=said)
         self._call("new_weights", weights)
 
     # ------------------------------------------------------------ the controller
@@ -306,6 +308,22 @@ def check_settings(config: RolloutsConfig, recipe: Recipe) -> None:
         raise UsageError(f"data.loader: {text}{'' if text.endswith('?') else '.'}")
     if config.replay_routes:
         check_routes(recipe.model)
+
+
+def other_policy(sampling: SamplingConfig) -> str:
+    """Words for settings by which tokens are drawn from another distribution than the policy's; none where it is the policy's own."""
+    own = SamplingConfig()
+    found = [
+        f"{name}={getattr(sampling, name)}"
+        for name in ("temperature", "top_k", "top_p", "min_p")
+        if getattr(sampling, name) != getattr(own, name)
+    ]
+    if not found:
+        return ""
+    return (
+        f"data.loader.sampling has {', '.join(found)}: tokens are drawn from another distribution than the policy, whose log-probabilities (temperature 1, nothing left out) the loss compares. What "
+        "it learns is biased by the difference."
+    )
 
 
 def wrong_numbers(config: RolloutsConfig) -> list[str]:

@@ -103,6 +103,10 @@ class WorkerPool(Kept):
             tasks = tuple([task async for task in self._read_tasks(split)])
             places: dict[str, int] = {}
             for place, task in enumerate(tasks):
+                if not isinstance(task.id, str) or not task.id:
+                    raise UsageError(
+                        f"The environment's task number {place} of its split {split!r}, counted from 0, has the id {task.id!r:.200}, and no name: samples, seeds and statistics go by a task's id."
+                    )
                 if places.setdefault(task.id, place) != place:
                     raise UsageError(
                         f"The environment has two tasks of the id {task.id!r} in its split {split!r}: numbers {places[task.id]} and {place}, counted from 0. Samples, seeds "
