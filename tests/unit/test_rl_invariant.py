@@ -113,6 +113,19 @@ def test_recurrences_and_towers_are_refused_by_name_with_the_reason():
     assert "operator gated_delta_rule" in text and "token by token" in text
 
 
+def test_a_generator_of_another_dtype_or_on_another_device_is_refused(monkeypatch):
+    assert "generator.dtype is bfloat16 and precision.compute float32" in refusals(
+        recipe("arithmetic/debug", "data.loader.generator.dtype=bfloat16")
+    )
+    assert "generator.device=cuda is cuda here, and the trainer computes on cpu" in refusals(
+        recipe("arithmetic/debug", "data.loader.generator.device=cuda")
+    )
+    assert not refusals(recipe("arithmetic/debug", "data.loader.generator.dtype=float32", "data.loader.generator.device=cpu"))
+    made = recipe("arithmetic/debug")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "generator.device=auto is cuda here" in refusals(made)
+
+
 def test_steps_that_could_show_no_gap_are_refused():
     assert "data.loader.audit=0 leaves steps" in refusals(recipe("arithmetic/debug", "data.loader.audit=0"))
     assert not refusals(recipe("arithmetic/debug", "data.loader.audit=0", "data.loader.max_lag=0")) and not refusals(

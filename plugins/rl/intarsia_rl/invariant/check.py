@@ -11,7 +11,7 @@ from intarsia.config import ComponentConfig, Config, Recipe
 from intarsia.errors import UsageError
 
 from intarsia_rl.invariant import table
-from intarsia_rl.invariant.transform import device_of
+from intarsia_rl.invariant.transform import device_named, device_of
 
 if TYPE_CHECKING:
     from intarsia.contracts import Run
@@ -96,7 +96,12 @@ def _settings(recipe: Recipe, device: str, dtype: str) -> Iterator[str]:
     cut = [f"mesh.{axis}={getattr(recipe.mesh, axis)}" for axis in ("pp", "cp", "tp", "ep") if getattr(recipe.mesh, axis) > 1]
     if cut:
         yield f"{', '.join(cut)}: ranks would sum what a generator sums alone. Use {' and '.join(table.MESH)}."
-    tensor = getattr(getattr(recipe.data.loader, "generator", None), "tensor", 1)
+    generator = getattr(recipe.data.loader, "generator", None)
+    if (own := getattr(generator, "dtype", "auto")) not in ("auto", dtype):
+        yield f"generator.dtype is {own} and precision.compute {dtype}: the two sides would round otherwise. Use generator.dtype=auto."
+    if (place := getattr(generator, "device", device)) != device and device_named(place) != device:
+        yield f"generator.device={place} is {device_named(place)} here, and the trainer computes on {device}: other kernels give other bits. Use generator.device={device}."
+    tensor = getattr(generator, "tensor", 1)
     if isinstance(tensor, int) and tensor > 1:
         yield cut_text(tensor)
     loader: Any = recipe.data.loader

@@ -158,6 +158,7 @@ REFUSED: Mapping[str, str] = {
     "intarsia-models-common:gated_delta_net": "It is a recurrence (operator gated_delta_rule): a trainer sums over chunks that begin with a sequence, a generator goes on token by token and in chunks that begin anywhere, and the "
     "sigmoids of its gates are in no operator.",
     "intarsia-models-common:vision_tower": "Nobody has shown that features of an image do not depend on the images beside it.",
+    "generator.dtype or generator.device other than the trainer's": "The two sides would round otherwise.",
     "generator.tensor above 1": "Each rank multiplies a part of a row, and the partial products are added up afterwards: another order of sums than the trainer's, which has the whole row.",
     "mesh.tp, mesh.cp, mesh.ep or mesh.pp above 1": "Ranks of the trainer would sum what a generator sums alone.",
     "compile.mode other than none": "Compiled code rounds otherwise than the generator's.",

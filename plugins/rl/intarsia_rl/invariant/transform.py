@@ -34,8 +34,13 @@ def batch_invariant(recipe: Recipe) -> Recipe:
 
 def device_of(recipe: Recipe) -> str:
     """`cpu` or `cuda`: what `train.device` comes to on this machine."""
-    if recipe.train.device != "auto":
-        return recipe.train.device
+    return device_named(recipe.train.device)
+
+
+def device_named(name: str) -> str:
+    """`cpu` or `cuda`: what a setting for a device comes to on this machine."""
+    if name != "auto":
+        return name
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
