@@ -41,7 +41,7 @@ from intarsia_sandbox.config import ProcessSandboxConfig
 from intarsia_sandbox.contracts import SandboxLimits
 from intarsia_sandbox.process import build
 box = build(ProcessSandboxConfig(unconfined=sys.argv[2] == "unconfined"))
-code = "import os; status = open('/proc/self/status').read() if os.path.exists('/proc/self') else ''; print(os.getpid(), os.path.exists(%r), 'CapEff:\\\\t0000000000000000' in status or not status)" % sys.argv[3]
+code = sys.argv[4] or "import os; status = open('/proc/self/status').read() if os.path.exists('/proc/self') else ''; print(os.getpid(), os.path.exists(%r), 'CapEff:\\\\t0000000000000000' in status or not status)" % sys.argv[3]
 try:
     words = box.confinement()
     done = asyncio.run(box.run([sys.executable, "-I", "-S", "-c", code], limits=SandboxLimits()))
@@ -51,10 +51,10 @@ except UsageError as error:
 """
 
 
-def in_a_user_namespace(namespaces: int, how: str):
+def in_a_user_namespace(namespaces: int, how: str, code: str = ""):
     """What a sandbox says where so many user namespaces may be made."""
     done = subprocess.run(
-        [sys.executable, "-c", IN_A_USER_NAMESPACE, str(namespaces), how, __file__],
+        [sys.executable, "-c", IN_A_USER_NAMESPACE, str(namespaces), how, __file__, code],
         capture_output=True,
         text=True,
         timeout=600,
@@ -99,6 +99,29 @@ def test_a_user_that_is_not_root_is_confined_as_well(confined):
     said = in_a_user_namespace(10, "confined")
     words, *done = said
     assert words["files"].startswith("a root of its own") and done == ["exit", 0, "2 False True\n", ""], said
+
+
+def test_where_there_is_one_user_the_watching_process_cannot_be_bound(confined):
+    """It is the command's own user's then, who may otherwise take its files, its CPU or its turn away."""
+    code = """
+import os, resource
+for name, call in {
+    "limits": lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0)),
+    "priority": lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
+    "priority of the user": lambda: os.setpriority(os.PRIO_USER, 0, 19),
+    "priority of the group": lambda: os.setpriority(os.PRIO_PGRP, 1, 19),
+    "policy": lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
+    "processors": lambda: os.sched_setaffinity(1, os.sched_getaffinity(0)),
+}.items():
+    try:
+        print("ESCAPED", name, call())
+    except PermissionError:
+        pass
+os.sched_setaffinity(0, os.sched_getaffinity(0)), resource.prlimit(0, resource.RLIMIT_NOFILE, (100, 100)), os.setpriority(os.PRIO_PROCESS, 0, 19)
+print("HELD")
+"""
+    said = in_a_user_namespace(10, "confined", code)
+    assert said[1:] == ["exit", 0, "HELD\n", ""], said
 
 
 def test_unconfined_runs_where_it_is_asked_for_and_says_so():
@@ -349,10 +372,14 @@ def test_filters_jump_to_lines_that_are_there(machine):
     )
     allowed = [decide(clone, 17), decide(pair, 1, 0x80801), decide(option, 3, 1, 8), decide(ioctl, 0, 0x5401)]
     allowed += [decide(mmap, 0, 4096, 3, 0x22), decide(mmap, 0, 4096, 3, 0x1)]
-    assert set(allowed) == {system_calls.ALLOW}
     denied = [decide(clone, 0x10000011), decide(ioctl, 0, 0x5412), decide(ioctl, 0, 0x541C), decide(option, 3, 1, 7)]
     denied += [decide(pair, 1, 2), decide(pair, 1, 0x80802), decide(pair, 1, 5), decide(pair, 30, 1)]
     denied += [decide(mmap, 0, 4096, 3, 0x21), decide(mmap, 0, 4096, 3, 0x4023)]
+    for each in system_calls.OF_FIRST.values():
+        allowed, denied = [*allowed, decide(each[column], 0), decide(each[column], 2)], [*denied, decide(each[column], 1)]
+    priority = system_calls.SETPRIORITY[column]
+    allowed, denied = [*allowed, decide(priority, 0, 0)], [*denied, decide(priority, 0, 1), decide(priority, 1, 1), decide(priority, 2, 0)]
+    assert set(allowed) == {system_calls.ALLOW}
     assert set(denied) == {system_calls.FAIL | 1}
     assert decide(435) == decide(1000) == system_calls.FAIL | 38
     assert decide(0, architecture=0x40000003) == system_calls.KILL

@@ -103,6 +103,15 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "sysfs": (139, None),
     "ustat": (136, None),
 }
+OF_FIRST: dict[str, tuple[int, int]] = {
+    "prlimit64": (302, 261),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122),
+}
+"""Whose first argument may not be the first process, which watches the command: where there is one user, it is that one's as well."""
+SETPRIORITY, PRIO_USER, FIRST = (141, 140), 2, 1
 CLONE3 = 435
 CLONE, SOCKETPAIR, SETSOCKOPT, IOCTL, MMAP = (56, 220), (53, 199), (54, 208), (16, 29), (9, 222)
 AF_UNIX, SOCK_STREAM, SO_SNDBUF, TIOCSTI, TIOCLINUX = 1, 1, 7, 0x5412, 0x541C
@@ -148,6 +157,19 @@ def program(machine: str) -> bytes | None:
     add(EQUAL, CLONE[column], no=4)
     add(LOAD, FIRST_ARGUMENT)
     add(ANY_BIT, NEW_NAMESPACES, no=1)
+    add(RETURN, FAIL | errno.EPERM)
+    add(RETURN, ALLOW)
+    for both in OF_FIRST.values():
+        add(EQUAL, both[column], no=4)
+        add(LOAD, FIRST_ARGUMENT)
+        add(EQUAL, FIRST, no=1)
+        add(RETURN, FAIL | errno.EPERM)
+        add(RETURN, ALLOW)
+    add(EQUAL, SETPRIORITY[column], no=6)
+    add(LOAD, FIRST_ARGUMENT)
+    add(EQUAL, PRIO_USER, yes=2)
+    add(LOAD, SECOND_ARGUMENT)
+    add(EQUAL, FIRST, no=1)
     add(RETURN, FAIL | errno.EPERM)
     add(RETURN, ALLOW)
     # Streams in pairs alone: what waits in them is bound by their size, which `usage` counts.
