@@ -8,10 +8,12 @@ import pytest
 import torch
 from intarsia.config import DataConfig, EvaluationConfig, MixturePart, TrainConfig
 from intarsia.contracts import IGNORE, Document, Message
-from intarsia.errors import CheckpointError, PluginError, UsageError
+from intarsia.errors import CheckpointError, DistributedError, PluginError, UsageError
 from intarsia_data import build_loader, has_evaluation
 from intarsia_data.config import ByteTokenizerConfig, PackedConfig, StdlibConfig
+from intarsia_data.plugin import after_build
 from intarsia_data.tokenizer import ByteTokenizer
+from intarsia_testing.communicator import run_ranks
 
 from tests.support.documents import Listed
 
@@ -98,6 +100,37 @@ def test_a_missing_position_stops_the_resume(tmp_path):
     loader = build_loader(recipe(), Doubles(Listed([tokens(*range(40))])), 0, 1, tmp_path)
     with pytest.raises(CheckpointError, match="data/position is missing"):
         loader.load_state({})
+
+
+@pytest.mark.parametrize("part", ["data", "evaluation"])
+def test_ranks_that_have_other_documents_are_stopped_before_the_first_step(tmp_path, part):
+    """Files may differ by machine. Each rank works out for itself what the others are given."""
+    settings = recipe(data={"held_out": 0.5})
+    alike, other = ([tokens(1, 2, number, 3) for number in numbers] for numbers in (range(4), (0, 1, 2, 9)))
+
+    def build(world):
+        lists = {"data": alike, "evaluation": alike}
+        lists[part] = other if world.rank == 1 and differ else alike
+        folder = tmp_path / f"{differ}{world.rank}"
+        loaders = {
+            name: build_loader(settings, Doubles(Listed(documents)), world.rank, 2, folder / name, "train" if name == "data" else name)
+            for name, documents in lists.items()
+        }
+        run = types.SimpleNamespace(parts={**loaders, "mesh": types.SimpleNamespace(world=world)})
+        after_build(run, "data")  # collectives are allowed from the next stage on
+        after_build(run, "model")
+        return [loader.depends_on for loader in loaders.values()]
+
+    differ = False
+    mine, others = run_ranks(2, build)
+    assert mine == others
+    differ = True
+    what = "the data" if part == "data" else "the data of evaluation"
+    with pytest.raises(
+        DistributedError,
+        match=rf"disagree on {what} at data.mixture.0.source \(listed\) documents: rank 0: .*; rank 1: .*whether files differ by machine",
+    ):
+        run_ranks(2, build)
 
 
 def test_changed_data_or_order_stops_the_resume_and_names_both_sides(tmp_path):

@@ -116,7 +116,8 @@ class Batch:
 class Loader(Protocol):
     """This rank's micro-batches of each global step, and the exact position, which is Stateful state of the owner `data`. Stability: provisional.
 
-    `total` is the number of samples after which the data ends (None: never), `samples` and `steps` what was given out so far over all ranks.
+    `total` is the number of samples after which the data ends (None: never), `samples` and `steps` what was given out so far over all ranks. Where a loader says by an attribute
+    `depends_on` (JSON) what the order of samples depends on, ranks compare it before the first step.
     """
 
     tokenizer: Tokenizer

@@ -87,7 +87,7 @@ class Loader(StepLoader):
             "split": "train" if self._train else "evaluation", "documents": sum(source["documents"] for source in sources), "tokens": tokens,
             "samples": self.total, "steps": None if self.total is None else math.ceil(self.total / self._global_batch),
             "bytes_per_token": sum(source["bytes_per_token"] * source["tokens"] for source in sources) / tokens,
-            "fingerprint": f"{key_of(sorted(self._settings.items())):016x}", "samples_seen": self.samples, "sources": sources,
+            "fingerprint": f"{key_of(sorted(self.depends_on.items())):016x}", "samples_seen": self.samples, "sources": sources,
         }  # fmt: skip
 
 

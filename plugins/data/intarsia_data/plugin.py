@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from intarsia.contracts import Entry
+from intarsia.contracts import BuildStage, Entry, Run
 from intarsia.hookspecs import hookimpl
 
 INTARSIA_API = 1
@@ -44,6 +44,15 @@ def offer_data_sources() -> Sequence[Entry]:
             doc="One JSON object on each line: text, chat or ids.",
         ),
     ]
+
+
+@hookimpl
+def after_build(run: Run, stage: BuildStage) -> None:
+    """Compare over ranks what the order of samples depends on, as soon as collectives are allowed."""
+    if stage == "model":
+        from intarsia_data.steps import agree_on_order
+
+        agree_on_order(run)
 
 
 @hookimpl

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from intarsia.config import MixturePart, Recipe
-from intarsia.contracts import Batch, StateItem, Tokenizer
-from intarsia.errors import CheckpointError, UsageError
+from intarsia.contracts import Batch, Run, StateItem, Tokenizer
+from intarsia.errors import CheckpointError, DistributedError, UsageError
 
 from intarsia_data.order import VERSION, Mixture, key_of
 
@@ -105,10 +105,27 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "\n".join(f"  {name}: {saved.get(name, 'absent')} when saved, {now.get(name, 'absent')} now" for name in names)
 
 
+def agree_on_order(run: Run) -> None:
+    """Compare over all ranks what the order of samples depends on, in training and in evaluation, for loaders that say so (`depends_on`, JSON). A collective. Stability: provisional.
+
+    Errors: DistributedError where ranks have other documents: each works out for itself what the others are given, so that samples would be seen twice and others never, and nobody would notice.
+    """
+    for part, what in (("data", "the data"), ("evaluation", "the data of evaluation")):
+        found = getattr(run.parts.get(part), "depends_on", None)
+        if found is None:
+            continue
+        try:
+            run.parts["mesh"].world.agree(found, what)
+        except DistributedError as error:
+            raise DistributedError(
+                f"{error} Documents, and which of their media can be used, must be the same wherever ranks run: look whether files differ by machine, and what is kept of them (data.cache)."
+            ) from error
+
+
 class StepLoader(abc.ABC):
     """See the module. `state` and `load_state` carry the position under the owner `data`. Stability: provisional.
 
-    `streams` are the sources in sample order, `settings` what the order depends on (`order_settings`). A subclass says in `make_batches` what samples
+    `streams` are the sources in sample order, `settings` what the order depends on (`order_settings`), kept as `depends_on`. A subclass says in `make_batches` what samples
     are, and may prepare several steps at once (`threads`).
     """
 
@@ -125,7 +142,7 @@ class StepLoader(abc.ABC):
         self._row, self._micro_batch, self._global_batch = recipe.train.sequence_length, recipe.train.micro_batch, recipe.train.global_batch
         self._weights = [weight / sum(weights) for weight in weights]
         self._epochs = recipe.data.epochs if train else 1
-        self._settings = dict(settings)
+        self.depends_on = dict(settings)
         rates = [weight / stream.tokens_per_sample for weight, stream in zip(self._weights, streams, strict=True)]
         self._mixture = Mixture(rates, [stream.samples for stream in streams])
         self._all_streams = streams
@@ -205,7 +222,7 @@ class StepLoader(abc.ABC):
     def state(self) -> list[StateItem]:
         """One replicated item: samples delivered, steps, and what the order of samples depends on. Prepared batches do not count."""
         epochs = [epochs for _, epochs in self.consumed()]
-        value = {"samples": self.samples, "steps": self.steps, "epochs": epochs, "settings": self._settings}
+        value = {"samples": self.samples, "steps": self.steps, "epochs": epochs, "settings": self.depends_on}
         if self.samples == self.total and any(stream.cut_tokens for stream in self._all_streams):
             value["ended_after_epochs"] = self._epochs
         return [StateItem("data", "position", "replicated", value)]
@@ -219,7 +236,7 @@ class StepLoader(abc.ABC):
             )
         value = values["position"]
         samples, steps, saved = value["samples"], value["steps"], value["settings"]
-        if lines := changed_settings(saved, self._settings):
+        if lines := changed_settings(saved, self.depends_on):
             raise UsageError(
                 f"The position in the data cannot be taken up, since the data or its order has changed:\n{lines}\nRestore it, or start a new run from the checkpoint's weights."
             )

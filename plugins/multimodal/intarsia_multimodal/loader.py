@@ -328,6 +328,6 @@ class MultimodalLoader(StepLoader):
         return {
             "split": self._split, **{name: sum(source[name] for source in sources) for name in names},
             "samples": self.total, "steps": None if self.total is None else math.ceil(self.total / self._global_batch),
-            "fingerprint": f"{key_of(sorted(self._settings.items())):016x}", "samples_seen": self.samples,
+            "fingerprint": f"{key_of(sorted(self.depends_on.items())):016x}", "samples_seen": self.samples,
             "bad_media_seen": sum(self.bad_media.values()), "bad_media_seen_first": list(self.bad_media)[:NAMED], "sources": sources,
         }  # fmt: skip

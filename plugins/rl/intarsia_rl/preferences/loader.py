@@ -111,7 +111,7 @@ class PreferencesLoader:
         self._pad_id = next((number for number in (self.tokenizer.pad_id, self.tokenizer.eos_id) if number is not None), 0)
         self._reference_N2 = torch.full((len(self.pairs), 2), math.nan, dtype=torch.float64)
         self._run: Run | None = None
-        self._settings = {
+        self.depends_on = {
             "order's version": VERSION,
             "tokenizer": self.tokenizer.fingerprint(),
             "data.shuffle": data.shuffle,
@@ -301,7 +301,7 @@ class PreferencesLoader:
 
     def state(self) -> list[StateItem]:
         """The position, and the reference's sums (NaN for pairs that were not asked about)."""
-        value = {"samples": self.samples, "steps": self.steps, "settings": self._settings}
+        value = {"samples": self.samples, "steps": self.steps, "settings": self.depends_on}
         return [StateItem("data", "position", "replicated", value), StateItem("data", "reference", "replicated", self._reference_N2)]
 
     def load_state(self, values: Mapping[str, Any], missing_rank_state: bool = False) -> None:
@@ -309,7 +309,7 @@ class PreferencesLoader:
         missing = [name for name in ("position", "reference") if name not in values]
         if missing:
             raise CheckpointError(f"data/{missing[0]} is missing from the checkpoint. Start a new run from its weights.")
-        if lines := changed_settings(values["position"]["settings"], self._settings):
+        if lines := changed_settings(values["position"]["settings"], self.depends_on):
             raise UsageError(
                 f"The position among the pairs cannot be taken up, since they or their order have changed:\n{lines}\nRestore them, or start a new run from the checkpoint's weights."
             )
@@ -320,7 +320,7 @@ class PreferencesLoader:
         """How many pairs, and how many were left out."""
         return {
             "split": "train", "pairs": len(self._train), "held_out_pairs": len(self.held_out), "skipped_pairs": self.skipped, "samples": self.total,
-            "tokens": int(self.pairs.lengths_N2[self._train].sum()), "fingerprint": f"{key_of(sorted(self._settings.items())):016x}",
+            "tokens": int(self.pairs.lengths_N2[self._train].sum()), "fingerprint": f"{key_of(sorted(self.depends_on.items())):016x}",
         }  # fmt: skip
 
 
