@@ -8,8 +8,10 @@ import dataclasses
 from typing import Any
 
 import pytest
-from intarsia.contracts import Observation, Task
+from intarsia.contracts import Observation, StepResult, Task
 from intarsia.errors import DistributedError, PluginError, UsageError
+from intarsia_rl.algorithms.config import GRPOConfig
+from intarsia_rl.algorithms.grpo import GRPO
 from intarsia_rl.config import RolloutsConfig
 from intarsia_rl.contracts import Algorithm, Sample, Sampling, Segment
 from intarsia_rl.controller.buffer import Buffer
@@ -330,6 +332,31 @@ def test_groups_that_teach_nothing_stop_being_begun_though_nobody_asks() -> None
         ):
             await loop.batch(0)
         assert len(generators.requests) == asked
+
+    run_virtually(run())
+
+
+def test_groups_that_are_left_out_since_limits_end_them_say_so() -> None:
+    class Cut(OneTurn):
+        def episode(self, task: Task, seed: int) -> Any:
+            episode = super().episode(task, seed)
+            real = episode.step
+
+            async def step(action: Any) -> StepResult:
+                return dataclasses.replace(await real(action), ended=False, truncated=True)
+
+            episode.step = step  # type: ignore[method-assign]
+            return episode
+
+    algorithm = GRPO(GRPOConfig(skip_truncated=True))
+    loop, _ = world(settings(max_lag=1, barren_rounds=2), slow_tail, Cut({"train": TASKS}, reward), algorithm)
+
+    async def run() -> None:
+        await loop.begin(0)
+        await loop.new_weights(published(0))
+        with pytest.raises(UsageError, match=r"of 16 tries 0 failed, and a limit ended 16\..*`skip_truncated` leaves out"):
+            await loop.batch(0)
+        await loop.close()
 
     run_virtually(run())
 

@@ -224,9 +224,11 @@ class Loop:
                 f"{said}: the actor {POLICY!r}, whose tokens are trained on, never spoke. The environment's observations name as next_actor: {', '.join(map(repr, actors))}."
             )
         low, high, mean = min(rewards), max(rewards), sum(rewards) / len(rewards)
+        cut = sum(sample.truncated for group in groups for sample in group.samples)
         raise UsageError(
-            f"{said}: the algorithm left every group out. Rewards are {low:g} to {high:g}, {mean:g} in the mean, and {len(failed)} of {len(failed) + len(rewards)} tries failed. Where all tries "
-            "at a task earn the same there is nothing to learn: choose tasks that the policy solves sometimes, a larger `group`, or a reward with steps in between."
+            f"{said}: the algorithm left every group out. Rewards are {low:g} to {high:g}, {mean:g} in the mean; of {len(failed) + len(rewards)} tries {len(failed)} failed, and a limit ended {cut}. Where all tries "
+            "at a task earn the same there is nothing to learn: choose tasks that the policy solves sometimes, a larger `group`, or a reward with steps in between. Where limits end most of them "
+            "(which `skip_truncated` leaves out), raise the environment's limits or train.sequence_length."
         )
 
     # ------------------------------------------------------------ what the trainer asks
