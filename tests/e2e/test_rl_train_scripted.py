@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -275,6 +276,35 @@ def test_another_distribution_than_the_policys_is_said_once(doubles: Doubles, se
     assert train("run", "train.steps=2", *(f"data.loader.sampling.{each}" for each in settings)) == 0
     said = [event["message"] for event in read_events(Path("run")) if event["event"] == "warning" and "sampling" in event["message"]]
     assert len(said) == bool(words) and all(words in each for each in said)
+
+
+@pytest.mark.parametrize("kind", ["held_out", "step", "trained"])
+def test_a_full_disk_is_said_and_no_bug(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    real = os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        if Path(target).name.startswith(f"{kind}-"):
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr("intarsia_rl.controller.writer.os.replace", replace)
+    assert train("run", "train.steps=2") == 2
+    said = capsys.readouterr().err
+    assert (
+        f"cannot be written to run/rollouts/{kind}-" in said.replace(f"{Path.cwd()}/", "") and "No space left on device. Make room" in said
+    )
+    assert not list(Path("run/rollouts").glob("*.tmp"))
+
+
+def test_a_bug_of_an_algorithm_is_told_with_its_place(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("intarsia_rl.algorithms.grpo.GRPO.token_weight", lambda self, sample: 1 / 0)
+    assert train("run", "train.steps=2", "data.loader.held_out.at_start=false") == 3
+    said = capsys.readouterr().err
+    assert "The rollouts ended by ZeroDivisionError: division by zero (" in said and "met a bug" not in said
 
 
 def test_numbers_that_are_not_finite_end_the_run_with_code_4(doubles: Doubles, capsys: pytest.CaptureFixture[str]) -> None:

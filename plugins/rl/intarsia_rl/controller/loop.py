@@ -28,6 +28,7 @@ from intarsia_rl.controller.rollout import POLICY, Try, all_of
 from intarsia_rl.controller.seeds import task_index
 from intarsia_rl.controller.state import group_from_json, group_to_json
 from intarsia_rl.controller.writer import RolloutWriter
+from intarsia_rl.processes.failures import words
 
 logger = logging.getLogger("intarsia.rl")
 
@@ -339,4 +340,4 @@ def explained(error: BaseException) -> BaseException:
         return PluginError(
             f"The rollouts cannot go on. What failed is of the boundary `{error.boundary}`: {str(error).removeprefix(f'{error.boundary}: ')}"
         )
-    return error if isinstance(error, IntarsiaError) else PluginError(f"The rollouts ended by {type(error).__name__}: {error}")
+    return error if isinstance(error, IntarsiaError) else PluginError(f"The rollouts ended by {words(error)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,11 @@ class Controller:
 
     async def batch(self, step: int) -> dict[str, Any]:
         """See Loop; `samples` without their turns, which nobody trains on, and as many of them as go into a page."""
-        return self._bare(await self.loop.batch(step))
+        return self._bare(await told(self.loop.batch(step)))
 
     async def evaluate(self, step: int) -> dict[str, Any]:
         """See Loop; `samples` as of `batch`."""
-        return self._bare(await self.loop.evaluate(step))
+        return self._bare(await told(self.loop.evaluate(step)))
 
     async def state(self) -> dict[str, Any]:
         """See Loop: the names and values `items`, as many of them as go into a page."""
@@ -201,6 +201,14 @@ def config_of(recipe: Recipe) -> RolloutsConfig:
     if not isinstance(loader, RolloutsConfig):
         raise UsageError(f"data.loader is {type(loader).__name__}; a run that learns from rollouts has data.loader=rollouts.")
     return loader
+
+
+async def told(call: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """What a call of the loop gives; what it raises as the trainer is told it."""
+    try:
+        return await call
+    except Exception as error:
+        raise explained(error) from error
 
 
 def first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from intarsia.errors import UsageError
 
 from intarsia_rl.contracts import Sample, Segment
 from intarsia_rl.controller.state import sample_to_json
@@ -31,15 +34,22 @@ class RolloutWriter:
                 path.unlink(missing_ok=True)
 
     def write(self, kind: str, number: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """One file, whole: what was there under this name is replaced."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """One file, whole: what was there under this name is replaced. UsageError where it cannot be written."""
         path = self._folder / f"{kind}-{number:06}.jsonl"
         temporary = path.with_suffix(".tmp")
-        # What UTF-8 has no bytes for (half of a surrogate pair, which broken output of tools brings) becomes its JSON escape.
-        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
-            for line in lines:
-                file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-        os.replace(temporary, path)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # What UTF-8 has no bytes for (half of a surrogate pair, which broken output of tools brings) becomes its JSON escape.
+            with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
+                for line in lines:
+                    file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+            os.replace(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise UsageError(
+                f"The rollouts cannot be written to {path}: {error.strerror or error}. Make room there, or set data.loader.keep_rollouts=false, and resume the run: nothing that was trained on is lost."
+            ) from error
 
     def line(self, sample: Sample, **further: Any) -> dict[str, Any]:
         """A sample as it is written: `further` fields first, each segment's text, no routes."""
