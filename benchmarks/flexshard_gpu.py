@@ -99,8 +99,7 @@ class Section:
 
     def prepare(self, makers: Mapping[str, Callable[[], Any]], batch: Any, captured: Sequence[str] = ()) -> dict[str, Any]:
         """Build each variant, record its first losses and its memory. Those named in `captured` are made into graphs."""
-        import torch
-        from flexshard_measure import measure_memory, reserved_growth, synchronise, traffic
+        from flexshard_measure import measure_memory, occupied, reserved_growth, synchronise, traffic
         from flexshard_variants import Captured, Ours
 
         found: dict[str, Any] = {}
@@ -108,9 +107,7 @@ class Section:
             entry = self.record["variants"].setdefault(name, {})
             begin = time.perf_counter()
             gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            base = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+            before = occupied(self.device)
             with self.guard(name), reserved_growth(self.device, entry):
                 variant = make()
                 if isinstance(variant, Ours):
@@ -121,7 +118,7 @@ class Section:
                 if name in captured:
                     variant = Captured(variant, batch)
                     entry["captured"] = True
-                measure_memory(variant, batch, base, self.device, entry)
+                measure_memory(variant, batch, before, self.device, entry)
                 synchronise(self.device)
                 found[name] = variant
             entry["build_s"] = round(time.perf_counter() - begin, 1)

@@ -83,18 +83,31 @@ def reserved_growth(device: torch.device, entry: dict[str, Any]) -> Iterator[Non
     entry["reserved_growth_bytes"] = torch.cuda.memory_reserved(device) - before
 
 
-def measure_memory(variant: Variant, batch: Batch, base: int, device: torch.device, entry: dict[str, Any], steps: int = 3) -> None:
-    """Peak of allocated memory over some steps, less what was there before the variant was built; and what lies still between steps."""
+def occupied(device: torch.device) -> tuple[int, int]:
+    """Bytes that are allocated on the device, and those that the allocator holds, unused ones given back."""
+    if device.type != "cuda":
+        return 0, 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+
+
+def measure_memory(
+    variant: Variant, batch: Batch, before: tuple[int, int], device: torch.device, entry: dict[str, Any], steps: int = 3
+) -> None:
+    """Peaks of allocated and of held memory over some steps, less what was `occupied` before the variant was built; and what lies still between steps. What a graph computes in is held, not allocated."""
     entry["symmetric_bytes"] = variant.symmetric_bytes
     if device.type != "cuda":
         return
     synchronise(device)
+    occupied(device)
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(steps):
         variant.step(batch)
     synchronise(device)
-    entry["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device) - base
-    entry["static_bytes"] = torch.cuda.memory_allocated(device) - base
+    allocated, held = before
+    entry["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device) - allocated
+    entry["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device) - held
+    entry["static_bytes"] = torch.cuda.memory_allocated(device) - allocated
 
 
 def profile(variant: Variant, batch: Batch, comm: Communicator, top: int = 20) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def step_ms(entry: Record) -> float | None:
 
 
 def memory(entry: Record) -> float | None:
-    """Bytes at the peak."""
+    """Bytes at the peak: those that are allocated, and of a graph, which computes in memory of its own, those that the allocator holds for it."""
     captured = entry.get("captured", False)
     held = entry.get("reserved_growth_bytes" if captured else "peak_allocated_bytes")
     return None if held is None or "error" in entry else held + entry.get("symmetric_bytes", 0)
@@ -118,6 +118,9 @@ def memory_row(record: Record, ours: str, other: str, bar: float | None) -> Row:
         if mine and theirs
         else missing(variants, [ours, other])
     )
+    held = [variants.get(name, {}).get("peak_reserved_bytes") for name in (ours, other)]
+    if reached is not None and all(held):
+        note += f"; held by the allocator {ratio(held[0] + symmetric, held[1]):.3f} ({held[0] / GIB:.2f} / {held[1] / GIB:.2f} GiB)"
     return Row(record["section"], f"peak memory of {ours} / {other}", reached, bar, note)
 
 

@@ -11,6 +11,9 @@ from intarsia.ops import Packing
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+SHORT = 128
+"""Rows of fewer queries go to a kernel for decoding, where torch finds no tiles for some lengths (97, say): an error."""
+
 
 def attention(
     q_BSHD: Tensor,
@@ -33,6 +36,8 @@ def attention(
         mask = _block_mask(q_BSHD.shape[0], q_BSHD.shape[1], window, documents_k_BT, q_BSHD.device)
     run: Any = flex.flex_attention if torch.compiler.is_compiling() else _compiled()
     named: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q_BSHD.shape[2] != k_BTKD.shape[2]}
+    if q_BSHD.shape[1] < SHORT:
+        named["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if softcap is not None:
         named["score_mod"] = _softcap(softcap)
     q, k, v = q_BSHD.transpose(1, 2), k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
