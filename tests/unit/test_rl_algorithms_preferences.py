@@ -104,6 +104,17 @@ def test_records_that_are_wrong_are_named(tmp_path, record, message):
         documents(tmp_path, record)
 
 
+def test_a_loader_of_documents_is_refused_before_the_model_is_built(tmp_path):
+    overrides = ["loss=dpo", "data.mixture.0.source.limit=3"]
+    resolved = resolve("llama3/debug", overrides, [])
+    with pytest.raises(
+        UsageError, match=r"`dpo` learns from pairs of answers, and the loader \(PackedConfig\) gives documents.*pairs are of text alone"
+    ):
+        trainer.train(trainer.Request(resolved, current(), tmp_path / "run", False, False, False))
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert {event.get("stage") for event in events} & {"mesh", "data", "model"} == {"mesh"}
+
+
 # ---------------------------------------------------------------- packing
 
 

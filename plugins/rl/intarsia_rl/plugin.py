@@ -190,8 +190,12 @@ def before_build(run: Run, stage: BuildStage) -> None:
 
 @hookimpl
 def after_build(run: Run, stage: BuildStage) -> None:
-    """Show the loader the parts of the run that it publishes weights from, or asks the reference of."""
-    if stage == "checkpoint" and _learns_from_rollouts(run):
+    """Refuse a loss for pairs with a loader of documents; later show the loader the parts of the run that it publishes weights from, or asks the reference of."""
+    if stage == "data":
+        from intarsia_rl.preferences.check import check_gives_pairs
+
+        check_gives_pairs(run)
+    elif stage == "checkpoint" and _learns_from_rollouts(run):
         from intarsia_rl import hooks
 
         hooks.attach(run)
