@@ -7,7 +7,7 @@ import math
 
 import pytest
 from intarsia import plugins
-from intarsia.contracts import Limits, Media, Observation, StepResult, Task, ToolCall, Turn
+from intarsia.contracts import Limits, Media, Observation, StepResult, Task, ToolCall, ToolSpec, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import DistributedError, NumericsError, PluginError, UsageError
 from intarsia_rl.contracts import Request, Sampling, WeightVersion
@@ -589,6 +589,12 @@ def test_an_environment_that_cannot_be_built_says_why():
         (Observation((Turn("user", (Media("image", 5),)),)), "a medium of the kind 'image' whose data are a int"),  # type: ignore[arg-type]
         (Observation((Turn("user", (Media("image", (b"",)),)),)), "a medium of the kind 'image' whose data are a tuple"),
         (Observation((Turn("user", (Media("sound", b""),)),)), "a medium of the kind 'sound'"),  # type: ignore[arg-type]
+        (Observation((Turn("user", "a", tool_calls=(ToolCall("1", b"add", "{}"),)),)), "with tool_calls.0.name=b'add', which is no text"),  # type: ignore[arg-type]
+        (Observation((Turn("user", "a", tool_calls=(ToolCall("1", "add", {"a": 1}),)),)), "tool_calls.0.arguments={'a': 1}"),  # type: ignore[arg-type]
+        (Observation((Turn("tool", "a", tool_call_id=b"1"),)), "with tool_call_id=b'1', which is no text"),  # type: ignore[arg-type]
+        (Observation((Turn("user", "a", actor=None),)), "with actor=None, which is no text"),  # type: ignore[arg-type]
+        (Observation((Turn("user", (Media("image", b"", b"png"),)),)), "a medium of the kind 'image'"),  # type: ignore[arg-type]
+        (Observation((), tools=(ToolSpec("add", None, {}),)), "name and description are texts"),  # type: ignore[arg-type]
         ("text", "which is no Observation"),
         (Observation((Turn("user", ("text", Media("image", b"", "image/png"))),)), None),
         (Observation((Turn("user", (Media("video", (b"", b"")), Media("video", "a.mp4"))),)), None),

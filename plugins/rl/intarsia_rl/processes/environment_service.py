@@ -223,6 +223,8 @@ def wrong_observation(observation: Any) -> str | None:
     for tool in observation.tools:
         if not isinstance(tool, ToolSpec):
             return f"a {type(tool).__name__} as a tool of its observation, and no ToolSpec"
+        if not isinstance(tool.name, str) or not isinstance(tool.description, str) or not isinstance(tool.parameters, Mapping):
+            return f"the tool {tool!r:.200} in its observation: name and description are texts, parameters a mapping"
     for place, turn in enumerate(observation.turns):
         if not isinstance(turn, Turn):
             return f"a {type(turn).__name__} as turn {place} of its observation, and no Turn"
@@ -237,6 +239,14 @@ def wrong_observation(observation: Any) -> str | None:
             kind = int if name == "tokens" else ToolCall
             if not isinstance(value, (tuple, list)) or not all(type(item) is kind for item in value):
                 return f"turn {place} of its observation with {name}={value!r:.200}, and no tuple of {kind.__name__}"
+        texts = {"actor": turn.actor, **({} if turn.tool_call_id is None else {"tool_call_id": turn.tool_call_id})}
+        texts |= {
+            f"tool_calls.{number}.{name}": getattr(call, name)
+            for number, call in enumerate(turn.tool_calls)
+            for name in ("id", "name", "arguments")
+        }
+        if (wrong := next((name for name, text in texts.items() if not isinstance(text, str)), None)) is not None:
+            return f"turn {place} of its observation with {wrong}={texts[wrong]!r:.200}, which is no text"
     return None
 
 
@@ -244,4 +254,4 @@ def is_medium(medium: Media) -> bool:
     """Whether an image or a video is as the contract says."""
     frames = medium.data if medium.kind == "video" and isinstance(medium.data, (tuple, list)) else None
     is_file = isinstance(medium.data, (str, bytes)) or (frames is not None and all(isinstance(frame, bytes) for frame in frames))
-    return medium.kind in ("image", "video") and is_file
+    return medium.kind in ("image", "video") and isinstance(medium.media_type, str) and is_file
