@@ -222,7 +222,7 @@ class PatchProcessor:
     def fingerprint(self) -> str:
         """Over the settings, without the limits of what may be read."""
         settings = {name: getattr(self.config, name) for name in sorted(chz.chz_fields(type(self.config))) if name != "reading"}
-        return hashlib.blake2b(f"patches 1 {settings} {self.ids}".encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(f"patches 2 {settings} {self.ids}".encode(), digest_size=16).hexdigest()
 
 
 def special_id(tokenizer: Tokenizer, text: str, setting: str) -> int:
