@@ -97,6 +97,7 @@ ATTEMPTS = {
     "memory-shared": Attempt('import mmap\nattempt(mmap.mmap, -1, 4096) and escaped("anonymous")\nattempt(lambda: mmap.mmap(os.open("/dev/zero", os.O_RDWR), 4096)) and escaped("zero")', outside=True),
     "queues-of-requests": Attempt('libc.syscall({"x86_64": 206, "aarch64": 0}[os.uname().machine], 1, ctypes.byref(ctypes.c_ulong())) == 0 and escaped("io_setup")', outside=True),
     "queues-of-events": Attempt('libc.inotify_init() >= 0 and escaped("inotify")', outside=True),
+    "pages-in-sockets": Attempt('reading, writing = os.pipe()\nfile = os.open("file", os.O_RDWR | os.O_CREAT)\nos.write(file, bytes(4096))\nattempt(os.splice, file, writing, 1, 0) and escaped("splice")\nattempt(os.sendfile, socket.socketpair()[0].fileno(), file, 0, 1) and escaped("sendfile")', outside=True),
     "pages-in-pipes": Attempt('reading, writing = os.pipe()\nclass V(ctypes.Structure): _fields_ = (("b", ctypes.c_void_p), ("n", ctypes.c_size_t))\nlibc.vmsplice(writing, ctypes.byref(V(id(FACTS), 8)), ctypes.c_size_t(1), 0) > 0 and escaped("vmsplice")', outside=True),
     "descriptors": Attempt('fds = [fd for fd in range(3, 256) if attempt(os.fstat, fd)]\nfds and escaped(fds)', outside=True),
     "environment": Attempt('FACTS["variable"] in str(dict(os.environ)) and escaped("secret")', outside=True),
