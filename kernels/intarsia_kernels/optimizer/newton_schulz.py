@@ -124,8 +124,9 @@ def _scaled(batch_BMN: Tensor, eps: float, squares_B: Tensor | None = None) -> t
 
 
 def _applied(polynomial_Bmm: Tensor, x_BMN: Tensor, tall: bool, out_BMN: Tensor, alpha: float) -> Tensor:
-    """alpha P X, or alpha X P."""
-    left, right = (x_BMN, polynomial_Bmm) if tall else (polynomial_Bmm, x_BMN)
+    """alpha P X, or alpha X P^T. P is a product of rounded polynomials, and so not quite symmetric: P u is good for a strong direction u of X, as the factor that meets u first makes it small;
+    u P has the error of the other factors, a hundred times as large."""
+    left, right = (x_BMN, polynomial_Bmm.mT) if tall else (polynomial_Bmm, x_BMN)
     return torch.baddbmm(out_BMN, left, right, beta=0.0, alpha=alpha, out=out_BMN)
 
 
