@@ -143,9 +143,7 @@ class Case:
             parameter.requires_grad_(not name.startswith(option.get("frozen", "-")))
         self.table = ParameterTable.from_model(self.model, "float32", option.get("compute", "float32"), "float32", seed=3)
         settings = {name: option[name] for name in ("reshard", "payload", "buckets") if name in option}
-        config = FlexShardConfig(
-            placement=PLACEMENTS[placement], placed=self.placed, placed_from=option.get("placed_from", 0), tile=TILE, **settings
-        )
+        config = FlexShardConfig(placement=PLACEMENTS[placement], placed=self.placed, tile=TILE, **settings)
         self.sharded: Any = build(config).shard(self.model, self.table, mesh, world)
         self.number = 0
 
@@ -220,15 +218,6 @@ def test_gradients_are_the_same_bits_in_their_places(ranks: int) -> None:
     assert all(count == 2 * 2 * DEPTH for count in counts["plain, flat"]), counts
     assert all(min(counts[f"{name}, flat"]) > 0 for name in OPTIONS if name != "accumulated"), counts
     assert not any(counts["accumulated, flat"]), counts
-
-
-def test_small_buckets_are_copied() -> None:
-    """A block's gradients are two matrices, in the compute dtype."""
-    case = Case(SelfCommunicator(), {}, "flat")
-    size = 4 * sum(parameter.numel() for parameter in case.model.blocks[0].parameters())
-    for least, blocks in ((size, DEPTH), (size + 1, 0)):
-        equal, taken = both(SelfCommunicator(), {"placed_from": least}, "flat")
-        assert equal and taken == 2 * 2 * blocks
 
 
 def test_a_reduction_between_takes_gradients_out_of_the_pack() -> None:

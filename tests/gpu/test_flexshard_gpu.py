@@ -582,7 +582,7 @@ def placed() -> list[Any]:
         for is_placed in (False, True):
             taken[0] = 0
             with ops.installed({"linear": ops.Choice("intarsia-kernels:placed", "asked for", linear)}):
-                model, table, sharded = shard({**option, **more}, world, master="split", placement=Flat(), placed=is_placed, placed_from=0)
+                model, table, sharded = shard({**option, **more}, world, master="split", placement=Flat(), placed=is_placed)
                 optimizer = ours_optimizer(table, sharded, world)
                 factor = torch.full((), 0.5, device=device())
 

@@ -230,7 +230,6 @@ def test_an_averages_divisor_is_not_a_sums() -> None:
         ({"master": "splits"}, r"sharder.master is 'splits'. Did you mean 'split'"),
         ({"owners": "element"}, r"sharder.owners is 'element'. Did you mean 'elements'"),
         ({"prefetch": -1}, r"sharder.prefetch is -1"),
-        ({"placed_from": -1}, r"sharder.placed_from is -1"),
         ({"divisor": 0.0, "reduce_op": "average"}, r"sharder.divisor is 0.0"),
         ({"divisor": float("inf"), "reduce_op": "average"}, r"sharder.divisor is inf"),
     ],

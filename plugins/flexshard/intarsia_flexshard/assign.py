@@ -345,8 +345,6 @@ def check_settings(config: FlexShardConfig) -> None:
     for field, words in (("gradients", GRADIENTS), ("master", MASTERS), ("owners", OWNERS)):
         _check_word(f"sharder.{field}", getattr(config, field), words)
     _check_shared(config, "sharder")
-    if config.placed_from < 0:
-        raise UsageError(f"sharder.placed_from is {config.placed_from}; it is a number of bytes, 0 or more.")
     for bucket in config.buckets:
         where = f"Bucket {bucket.name!r}: "
         _check_shared(bucket, where)

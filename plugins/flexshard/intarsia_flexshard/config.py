@@ -65,10 +65,6 @@ class FlexShardConfig(SharderConfig):
         default=True,
         doc="Let kernels that can (linear=placed, onednn) write weights' gradients where they are sent from, for placements that keep a parameter in one piece there, as flat and owned do.",
     )
-    placed_from: int = chz.field(
-        default=32 << 20,
-        doc="Bytes of a bucket's gradients from which on that is done: for smaller buckets the host takes longer to offer places than the device to copy.",
-    )
     master: str = chz.field(
         default="float32",
         doc="float32: masters have precision.master; split: bfloat16 that is gathered as it is, and 16 more bits beside it.",

@@ -6,7 +6,6 @@ one of which is outstanding, whose gradients are about to be reduced; and a grad
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,17 +21,15 @@ if TYPE_CHECKING:
 
 
 class Placing:
-    """Offers places in the packs of those of `buckets` that have gradients of `least` bytes or more, and marks the weights that may have one; does nothing if not `wanted`."""
+    """Offers places in the packs of `buckets`, and marks the weights that may have one; does nothing if not `wanted`."""
 
-    def __init__(self, buckets: Sequence[Bucket], wanted: bool, least: int = 0) -> None:
+    def __init__(self, buckets: Sequence[Bucket], wanted: bool) -> None:
         self._reads: dict[Bucket, list[int]] = {}
         # The backward pass that is under way, and whether it leaves gradients on parameters.
         self._task, self._is_plain = -1, False
         for bucket in buckets if wanted else ():
             reduction = bucket.reduction
             if reduction is None or bucket.is_of_root or bucket.holders is not None or _has_others(bucket, buckets):
-                continue
-            if sum(math.prod(info.shape) for info in bucket.trained) * bucket.compute_dtype.itemsize < least:
                 continue
             self._reads[bucket] = [place for place, info in enumerate(bucket.infos) if info.trainable]
             for parameter in reduction.placeable():

@@ -140,7 +140,7 @@ class FlexShardModel:
         last: list[Bucket | None] = [turn[-1] for turn in self.gathers.turns]
         self._half_way, self._fullest = (last[(len(last) - 1) // 2], last[-1]) if len(last) > 1 else (None, None)
         self._modules = self._install()
-        self._places, self._placing = Places(buckets), Placing(buckets, config.placed, config.placed_from)
+        self._places, self._placing = Places(buckets), Placing(buckets, config.placed)
         refuse_copies(modules.values(), buckets)
         model.zero_grad = lambda set_to_none=True: self.zero_gradients()  # type: ignore[method-assign]
 
