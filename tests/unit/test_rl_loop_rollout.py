@@ -8,15 +8,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import pytest
 from intarsia.contracts import Limits, Media, Observation, StepResult, Task, ToolSpec, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import NumericsError, PluginError, UsageError
 from intarsia_rl.contracts import Generated, Request, Routes, Sample, Sampling
-from intarsia_rl.controller.groups import Player, judge, score_segments, shortened
+from intarsia_rl.controller.groups import Player, count_of, judge, score_segments, shortened, weight_of
 from intarsia_rl.controller.rollout import Rules, Try
 from intarsia_rl.controller.seeds import seed_of
 from intarsia_rl.controller.state import sample_from_json, sample_to_json
+from intarsia_rl.given import told
 from intarsia_rl.packing import Packing, Weighed, micro_batches, pieces_of, rows_of
 from intarsia_testing.rollout_doubles import (
     InProcessWorkers,
@@ -297,12 +299,16 @@ def test_an_attempt_that_goes_well_is_no_failure() -> None:
 
 def test_a_log_probability_that_is_not_finite_ends_the_run() -> None:
     made = player(Scripted(asks("q"), [END]), says("a"))
+    given: list[Any] = [math.nan, "-1.5"]
 
     async def generate(request: Request) -> Generated:
-        return Generated(request.id, (97,), (math.nan,), (4,), "length")
+        return Generated(request.id, (97,), (given[0],), (4,), "length")
 
     made.generators.generate = generate  # type: ignore[method-assign]
     with pytest.raises(NumericsError, match="log-probability of token 0"):
+        run_virtually(made.tries(TASK, tries(3)))
+    given.pop(0)
+    with pytest.raises(PluginError, match=r"log-probability of token 0 of request .* is '-1.5' of type str: it must be a number"):
         run_virtually(made.tries(TASK, tries(3)))
     assert NumericsError.exit_code == 4
 
@@ -342,8 +348,18 @@ def test_scores_that_fail() -> None:
         return play(Scripted(asks("q"), [end], rubrics=(rubric,)), lambda request: Said([97, 514]), count=count)[0]
 
     samples = play_with(Rated("r", 1.0, lambda group: [0.5, math.nan, 1.0]))
-    assert [sample.failure and sample.failure.message for sample in samples] == [None, "rubric 'r' gave nan", None]
+    assert [sample.failure and sample.failure.message for sample in samples] == [
+        None,
+        "rubric 'r' gave nan: a score is a finite number",
+        None,
+    ]
     assert [sample.reward for sample in samples] == [0.5, 0.0, 1.0]
+    samples = play_with(Rated("r", 1.0, lambda group: [0.5, "high", None]))
+    assert [sample.failure and sample.failure.message.partition(":")[0] for sample in samples] == [
+        None,
+        "rubric 'r' gave 'high' of type str",
+        "rubric 'r' gave None",
+    ]
 
     def down(group: Any) -> Any:
         raise EnvironmentFailure("scorer", "the judge is down", retry=True)
@@ -368,11 +384,31 @@ def test_turns_that_cannot_be_rendered_fail_their_try_alone() -> None:
 
 def test_advantages_that_are_no_numbers_end_the_run() -> None:
     samples, _ = play(Scripted(asks("q"), [END]), lambda request: Said([97, 514]), count=2)
-    broken = MeanBaseline()
-    broken.advantages = lambda samples: [math.inf, 0.0]  # type: ignore[method-assign]
-    with pytest.raises(PluginError, match="advantages"):
-        judge(broken, samples)
+    for answer, words in (
+        ([math.inf, 0.0], "MeanBaseline gave the advantage inf for sample"),
+        ([0.0, "1.5"], "gave the advantage '1.5' of type str for sample .*, whose reward is 1: it must be a finite number"),
+        ([0.0, None], "gave the advantage None for sample"),
+        ([0.0], r"gave the advantages \[0.0\] of type list for 2 samples"),
+        (None, "gave the advantages None for 2 samples"),
+    ):
+        broken = MeanBaseline()
+        broken.advantages = lambda samples, answer=answer: answer  # type: ignore[method-assign, misc]
+        with pytest.raises(PluginError, match=words):
+            judge(broken, samples)
+    broken.advantages = lambda samples: numpy.zeros(2, numpy.float32)  # type: ignore[method-assign, return-value, assignment]
+    assert judge(broken, samples)[1] == (0.0, 0.0)
     assert judge(MeanBaseline(filters=True), samples)[0] == "filtered"
+
+
+def test_weights_and_counts_that_are_no_numbers_end_the_run_with_the_sample() -> None:
+    [sample, _], _ = play(Scripted(asks("q"), [END]), lambda request: Said([97, 514]), count=2)
+    broken = MeanBaseline()
+    assert (weight_of(broken, sample), count_of(broken, sample)) == (broken.token_weight(sample), broken.count(sample))
+    for method, ask, what in (("token_weight", weight_of, "the token weight"), ("count", count_of, "the count")):
+        for answer in (math.nan, None, "1"):
+            setattr(broken, method, lambda sample, answer=answer: answer)
+            with pytest.raises(PluginError, match=f"MeanBaseline gave {what} {told(answer)} for sample {sample.id}"):
+                ask(broken, sample)
 
 
 # ---------------------------------------------------------------- what comes after

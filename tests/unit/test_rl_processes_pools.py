@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 
+import numpy
 import pytest
 from intarsia import plugins
 from intarsia.contracts import Limits, Media, Observation, StepResult, Task, ToolCall, ToolSpec, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import DistributedError, NumericsError, PluginError, UsageError
 from intarsia_rl.contracts import Request, Sampling, WeightVersion
+from intarsia_rl.given import finite, is_number, told
 from intarsia_rl.processes.config import LeastLoadedConfig
-from intarsia_rl.processes.environment_service import is_number, wrong_limits, wrong_observation
+from intarsia_rl.processes.environment_service import wrong_limits, wrong_observation
 from intarsia_rl.processes.pools import GeneratorPool, Restarts, WorkerPool
 from intarsia_rl.processes.routing import LeastLoaded
 from intarsia_testing import rl_doubles
@@ -443,6 +445,7 @@ FAILURES = {
     "hang": ("environment: step: no answer of environment-0 in 30", True),
     "nan": ("environment: step gave the reward nan, which is no finite number", False),
     "object": (r"value.metrics\['what'\] is a builtins.object, which cannot be sent to another process.$", False),
+    "text": ("environment: step gave the reward 'high' of type str, which is no finite number", False),
     "class": ("environment: step gave a dict, which is no StepResult", False),
     "nothing": ("environment: step neither ended the episode nor observed anything", False),
 }
@@ -671,8 +674,16 @@ def test_rubrics_that_are_none_are_told_with_the_environments_name(monkeypatch):
     run_virtually(main())
 
 
-@pytest.mark.parametrize("metrics", [{1: 2.0}, None, {"a": "b"}, {"a": math.inf}])
-def test_metrics_are_finite_numbers_by_name(metrics, monkeypatch):
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({1: 2.0}, "a metric with the name 1 of type int"),
+        (None, "the metrics None"),
+        ({"n": 1, "a": "b"}, "the metric 'a' as 'b' of type str"),
+        ({"a": math.inf}, "the metric 'a' as inf"),
+    ],
+)
+def test_metrics_are_finite_numbers_by_name(metrics, words, monkeypatch):
     async def step(self, action):
         return StepResult(None, reward=1.0, ended=True, metrics=metrics)
 
@@ -682,7 +693,7 @@ def test_metrics_are_finite_numbers_by_name(metrics, monkeypatch):
         pool, _ = await workers_of()
         episode = pool.episode(task_that(), 0)
         await episode.reset()
-        with pytest.raises(EnvironmentFailure, match="which are no finite numbers by name"):
+        with pytest.raises(EnvironmentFailure, match=f"step gave {words}, and metrics are finite numbers by name"):
             await episode.step(ACTION)
         await episode.close()
         await pool.close()
@@ -725,3 +736,35 @@ def test_whether_an_episode_has_ended_is_true_or_false(word, monkeypatch):
 def test_numbers_of_environments():
     assert is_number(1) and is_number(-0.5)
     assert not any(map(is_number, (True, math.nan, math.inf, "1", None, 10**400)))
+    assert finite(numpy.float32(0.5)) == 0.5 and finite(3) == 3.0
+    assert [finite(each) for each in (math.nan, math.inf, "1", b"1", None, 10**400, [1.0])] == [None] * 7
+
+
+def test_a_value_that_is_no_number_is_told_in_one_short_line():
+    class Silent:
+        def __repr__(self):
+            raise KeyError("no words")
+
+    assert [told(each) for each in (math.nan, None, "nan", True)] == ["nan", "None", "'nan' of type str", "True of type bool"]
+    assert told(numpy.float32(0.5)) == "np.float32(0.5) of type float32"
+    assert told(Silent()) == "what cannot be shown (KeyError) of type Silent"
+    assert told(10**5000) == "what cannot be shown (ValueError) of type int"
+    assert told("a" * 300) == f"'{'a' * 199} ... of type str"
+    assert told(numpy.zeros((2, 2))) == "array([[0., 0.], [0., 0.]]) of type ndarray"
+
+
+@pytest.mark.parametrize("score", ["high", None, math.nan])
+def test_a_score_that_is_no_number_is_sent_as_what_it_is(score, monkeypatch):
+    """It is one episode's failure; the others keep their scores."""
+    monkeypatch.setattr(rl_doubles.MisbehavingRubric, "score", lambda self, task, episodes: answer([1, score]))
+
+    async def answer(value):
+        return value
+
+    async def main():
+        pool, _ = await workers_of()
+        found = await pool.score(task_that(), [(ACTION,), ()])
+        assert list(found.values.values()) == [(1.0, told(score))]
+        await pool.close()
+
+    run_virtually(main())

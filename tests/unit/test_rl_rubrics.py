@@ -102,7 +102,7 @@ def test_several_of_one_class_have_names_of_their_own():
         distinct(one, EachRubric("steps", lambda task, turns: 1))
     with pytest.raises(UsageError, match="weight"):
         distinct(EachRubric("a", lambda task, turns: 1, weight=math.inf))
-    with pytest.raises(UsageError, match="the weight of 'a' is '1': it must be a finite number"):
+    with pytest.raises(UsageError, match="the weight of 'a' is '1' of type str: it must be a finite number"):
         distinct(EachRubric("a", lambda task, turns: 1, weight="1"))  # type: ignore[arg-type]
 
 

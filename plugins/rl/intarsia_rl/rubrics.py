@@ -35,6 +35,8 @@ from intarsia.contracts import Rubric, Task, Turn
 from intarsia.contracts.environment import EnvironmentFailure
 from intarsia.errors import UsageError
 
+from intarsia_rl.given import is_number, told
+
 Result = TypeVar("Result")
 ScoreOfOne = Callable[[Task, Sequence[Turn]], float | Awaitable[float]]
 ScoreOfGroup = Callable[[Task, Sequence[Sequence[Turn]]], Sequence[float] | Awaitable[Sequence[float]]]
@@ -59,20 +61,18 @@ def distinct(*rubrics: Rubric) -> tuple[Rubric, ...]:
     if STEPS in names:
         raise UsageError(f"rubrics: a rubric is called {STEPS!r}, which is what the steps of an episode earn: give it another name.")
     for rubric in rubrics:
-        if isinstance(rubric.weight, bool) or not isinstance(rubric.weight, int | float) or not math.isfinite(rubric.weight):
-            raise UsageError(f"rubrics: the weight of {rubric.name!r} is {rubric.weight!r}: it must be a finite number.")
+        if not is_number(rubric.weight):
+            raise UsageError(f"rubrics: the weight of {rubric.name!r} is {told(rubric.weight)}: it must be a finite number.")
     return rubrics
 
 
 def checked(name: str, scores: Any, count: int) -> list[float]:
     """Scores that are one finite number for each of `count` episodes. EnvironmentFailure otherwise. Stability: provisional."""
     if isinstance(scores, str | bytes) or not isinstance(scores, Sequence) or len(scores) != count:
-        raise EnvironmentFailure(
-            "scorer", f"rubric {name!r} gave {str(scores)[:200]} for {count} episodes: it must give one score for each"
-        )
+        raise EnvironmentFailure("scorer", f"rubric {name!r} gave {told(scores)} for {count} episodes: it must give one score for each")
     for score in scores:
-        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-            raise EnvironmentFailure("scorer", f"rubric {name!r} gave {score!r}: a score is a finite number")
+        if not is_number(score):
+            raise EnvironmentFailure("scorer", f"rubric {name!r} gave {told(score)}: a score is a finite number")
     return [float(score) for score in scores]
 
 

@@ -312,6 +312,10 @@ async def _nan() -> StepResult:
     return StepResult(None, reward=float("nan"), ended=True)
 
 
+async def _text() -> StepResult:
+    return StepResult(None, reward="high", ended=True)  # type: ignore[arg-type]
+
+
 async def _object() -> StepResult:
     return StepResult(None, reward=1.0, ended=True, metrics={"what": object()})  # type: ignore[dict-item]
 
@@ -342,6 +346,7 @@ DEEDS: dict[str, Callable[[], Any]] = {
     "flood": _flood,
     "print": _print,
     "nan": _nan,
+    "text": _text,
     "object": _object,
     "class": _class,
     "nothing": _nothing,

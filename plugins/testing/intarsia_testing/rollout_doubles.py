@@ -16,6 +16,7 @@ from intarsia.contracts import Environment, Limits, Observation, StepResult, Tas
 from intarsia.contracts.environment import Episode
 from intarsia.errors import UsageError
 from intarsia_rl.contracts import Finish, Generated, GeneratorFacts, GeneratorStats, Request, Sample, WeightVersion
+from intarsia_rl.given import numbers_or_words
 from intarsia_rl.processes.remote import EnvironmentFacts, Scores
 
 Result = TypeVar("Result")
@@ -211,7 +212,7 @@ class InProcessWorkers:
     async def score(self, task: Task, episodes: Sequence[Sequence[Turn]]) -> Scores:
         """All rubrics."""
         rubrics = self.environment.rubrics()
-        values = {rubric.name: tuple(await rubric.score(task, episodes)) for rubric in rubrics}
+        values = {rubric.name: tuple(numbers_or_words(await rubric.score(task, episodes))) for rubric in rubrics}
         return Scores(values, {rubric.name: rubric.weight for rubric in rubrics})
 
 

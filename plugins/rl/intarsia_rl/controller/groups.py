@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from intarsia.contracts import Task, Turn
 from intarsia.contracts.environment import EnvironmentFailure
@@ -16,6 +17,7 @@ from intarsia_rl.contracts import Algorithm, Failure, Generated, ProcessDied, Re
 from intarsia_rl.controller.buffer import Status
 from intarsia_rl.controller.protocols import EnvironmentFacts, Generators, Workers
 from intarsia_rl.controller.rollout import POLICY, Rollout, Rules, Try, all_of, check_generated, guard, texts_of, with_attempts
+from intarsia_rl.given import finite, is_number, told
 from intarsia_rl.processes.failures import cut
 
 KEPT = 1 << 16
@@ -56,7 +58,7 @@ class Player:
         loop = asyncio.get_running_loop()
         begin = loop.time()
 
-        async def act(attempt: int) -> Mapping[str, Sequence[float]]:
+        async def act(attempt: int) -> Mapping[str, Sequence[float | str]]:
             return await self._ask_rubrics(task, live)
 
         scores, failure, attempts = await with_attempts(self.rules.attempts, act)
@@ -70,7 +72,7 @@ class Player:
             for sample in samples
         ]  # fmt: skip
 
-    async def _ask_rubrics(self, task: Task, live: Sequence[Sample]) -> Mapping[str, Sequence[float]]:
+    async def _ask_rubrics(self, task: Task, live: Sequence[Sample]) -> Mapping[str, Sequence[float | str]]:
         try:
             async with asyncio.timeout(guard(self.rules.timeout_s)):
                 scores = (await self.workers.score(task, [sample.turns for sample in live])).values
@@ -86,13 +88,15 @@ class Player:
         return scores
 
 
-def _rewarded(sample: Sample, scores: Mapping[str, float], weights: Mapping[str, float], seconds: float) -> Sample:
+def _rewarded(sample: Sample, scores: Mapping[str, float | str], weights: Mapping[str, float], seconds: float) -> Sample:
     """The sample with its reward: the weighted scores and what its steps earned."""
     if sample.failure is not None:
         return sample
     for name, score in scores.items():
-        if not isinstance(score, int | float) or not math.isfinite(score):
-            return dataclasses.replace(sample, reward=0.0, failure=Failure("scorer", f"rubric {name!r} gave {score!r}"))
+        if not is_number(score):
+            given = score if isinstance(score, str) else told(score)
+            message = f"rubric {name!r} gave {given}: a score is a finite number"
+            return dataclasses.replace(sample, reward=0.0, failure=Failure("scorer", message))
     rewards = {**{name: float(score) for name, score in scores.items()}, **sample.rewards}
     if not rewards and not sample.truncated:
         message = "nothing was scored: the environment has no rubric and no step of this episode carries a reward"
@@ -118,14 +122,35 @@ def judge(algorithm: Algorithm, samples: Sequence[Sample]) -> tuple[Status, tupl
     live = [sample for sample in samples if sample.failure is None and sample.trained_tokens]
     if not live:
         return "failed", (0.0,) * len(samples)
-    found = [float(value) for value in algorithm.advantages(live)]
-    if len(found) != len(live) or not all(map(math.isfinite, found)):
+    answer = algorithm.advantages(live)
+    given = list(answer) if isinstance(answer, Iterable) else []
+    if len(given) != len(live):
         raise PluginError(
-            f"The algorithm {type(algorithm).__name__} gave the advantages {found} for rewards {[sample.reward for sample in live]}."
+            f"The algorithm {type(algorithm).__name__} gave the advantages {told(answer)} for {len(live)} samples: it gives one for each."
         )
+    found = [_number(algorithm, "the advantage", value, sample) for value, sample in zip(given, live, strict=True)]
     by_id = {sample.id: value for sample, value in zip(live, found, strict=True)}
     status: Status = "kept" if algorithm.keeps(live, found) else "filtered"
     return status, tuple(by_id.get(sample.id, 0.0) for sample in samples)
+
+
+def weight_of(algorithm: Algorithm, sample: Sample) -> float:
+    """The algorithm's weight of a sample's tokens. Errors: PluginError for what is no number."""
+    return _number(algorithm, "the token weight", algorithm.token_weight(sample), sample)
+
+
+def count_of(algorithm: Algorithm, sample: Sample) -> int:
+    """What the algorithm lets a sample add to the divisor. Errors: PluginError for what is no number."""
+    return int(_number(algorithm, "the count", algorithm.count(sample), sample))
+
+
+def _number(algorithm: Algorithm, what: str, given: Any, sample: Sample) -> float:
+    number = finite(given)
+    if number is None:
+        raise PluginError(
+            f"The algorithm {type(algorithm).__name__} gave {what} {told(given)} for sample {sample.id}, whose reward is {sample.reward:g}: it must be a finite number."
+        )
+    return number
 
 
 # ---------------------------------------------------------------- log-probabilities of tokens that are there

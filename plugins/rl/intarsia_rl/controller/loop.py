@@ -22,7 +22,7 @@ from intarsia_rl.config import RolloutsConfig
 from intarsia_rl.contracts import Algorithm, ProcessDied, Sample, WeightVersion
 from intarsia_rl.controller import metrics
 from intarsia_rl.controller.buffer import Block, Buffer, Group, lag_of
-from intarsia_rl.controller.groups import Player, judge, score_segments
+from intarsia_rl.controller.groups import Player, count_of, judge, score_segments, weight_of
 from intarsia_rl.controller.protocols import Generators
 from intarsia_rl.controller.rollout import POLICY, Try, all_of
 from intarsia_rl.controller.seeds import task_index
@@ -262,8 +262,8 @@ class Loop:
         return {
             "samples": [sample for sample, _ in pairs],
             "advantages": [advantage for _, advantage in pairs],
-            "weights": [float(algorithm.token_weight(sample)) for sample, _ in pairs],
-            "counts": [int(algorithm.count(sample)) for sample, _ in pairs],
+            "weights": [weight_of(algorithm, sample) for sample, _ in pairs],
+            "counts": [count_of(algorithm, sample) for sample, _ in pairs],
             "serving": self._version,
             "stats": stats,
         }
@@ -318,8 +318,8 @@ class Loop:
         live = [sample for sample in samples if sample.failure is None and sample.trained_tokens]
         return {
             "samples": live,
-            "weights": [float(parts.algorithm.token_weight(sample)) for sample in live],
-            "counts": [int(parts.algorithm.count(sample)) for sample in live],
+            "weights": [weight_of(parts.algorithm, sample) for sample in live],
+            "counts": [count_of(parts.algorithm, sample) for sample in live],
             "stats": metrics.of_samples(samples),
         }
 

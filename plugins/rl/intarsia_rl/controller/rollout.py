@@ -7,13 +7,12 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from intarsia.contracts import Media, Observation, StepResult, Task, ToolSpec, Turn
 from intarsia.contracts.environment import EnvironmentFailure, Episode
-from intarsia.errors import IntarsiaError, NumericsError
+from intarsia.errors import IntarsiaError, NumericsError, PluginError
 
 from intarsia_rl import media
 from intarsia_rl.contracts import (
@@ -32,6 +31,7 @@ from intarsia_rl.contracts import (
 )
 from intarsia_rl.controller.protocols import EnvironmentFacts, Generators, Workers
 from intarsia_rl.controller.seeds import seed_of
+from intarsia_rl.given import is_number, told
 
 logger = logging.getLogger("intarsia.rl")
 
@@ -207,8 +207,10 @@ class Rollout:
     def _take(self, result: StepResult) -> None:
         self._metrics |= {name: float(value) for name, value in result.metrics.items()}
         if result.reward is not None:
-            if not math.isfinite(result.reward):
-                raise EnvironmentFailure("environment", f"the reward of turn {self._turns} is {result.reward}")
+            if not is_number(result.reward):
+                raise EnvironmentFailure(
+                    "environment", f"the reward of turn {self._turns} is {told(result.reward)}, which is no finite number"
+                )
             self._steps_reward = (self._steps_reward or 0.0) + result.reward
 
     def _see(self, observation: Observation) -> Context | None:
@@ -310,7 +312,11 @@ def check_generated(made: Generated, request: Request) -> None:
             f"the generator gave {len(made.tokens)} tokens, {len(made.log_probs)} log-probabilities and {len(made.versions)} versions; at most {request.sampling.max_tokens} were asked for",
         )
     for place, value in enumerate(made.log_probs):
-        if not math.isfinite(value):
+        if not isinstance(value, (int, float)):
+            raise PluginError(
+                f"The generator's log-probability of token {place} of request {request.id} is {told(value)}: it must be a number."
+            )
+        if not is_number(value):
             raise NumericsError(
                 f"The generator's log-probability of token {place} (id {made.tokens[place]}, version {made.versions[place]}) of request {request.id} is {value}: its "
                 "weights or its computation are not finite. Lower the learning rate, or look at the step that made this version."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from intarsia.contracts.environment import Boundary, EnvironmentFailure
 from intarsia.errors import IntarsiaError, PluginError, UsageError, did_you_mean
 from intarsia.plugins import current
 
+from intarsia_rl.given import is_number, numbers_or_words, told
 from intarsia_rl.processes.codec import CodecError, MessageTooLarge, check
 from intarsia_rl.processes.failures import words
 from intarsia_rl.processes.following import WHO, follow
@@ -97,10 +97,9 @@ class EnvironmentService:
             raise EnvironmentFailure("environment", f"there is no episode {name!r} (any more)")
         result: StepResult = await self._answer(name, "step", episode.step(action), StepResult)
         if result.reward is not None and not is_number(result.reward):
-            raise EnvironmentFailure("environment", f"step gave the reward {result.reward!r}, which is no finite number")
-        metrics = result.metrics
-        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) and is_number(value) for name, value in metrics.items()):
-            raise EnvironmentFailure("environment", f"step gave the metrics {metrics!r:.2000}, which are no finite numbers by name")
+            raise EnvironmentFailure("environment", f"step gave the reward {told(result.reward)}, which is no finite number")
+        if wrong := wrong_metrics(result.metrics):
+            raise EnvironmentFailure("environment", f"step gave {wrong}, and metrics are finite numbers by name")
         for word in ("ended", "truncated"):
             if not isinstance(getattr(result, word), bool):
                 raise EnvironmentFailure("environment", f"step gave {word}={getattr(result, word)!r:.200}, which is neither true nor false")
@@ -140,19 +139,21 @@ class EnvironmentService:
 
     # ------------------------------------------------------------ rubrics
 
-    async def score(self, name: str, task: Task, episodes: Sequence[Sequence[Turn]]) -> tuple[dict[str, list[float]], dict[str, float]]:
-        """By rubric one score for each episode (nan for what is no finite number: that episode's failure, not the group's), and the weights. `name` is this call's. All rubrics run at once; the first failure in their order is raised."""
+    async def score(
+        self, name: str, task: Task, episodes: Sequence[Sequence[Turn]]
+    ) -> tuple[dict[str, list[float | str]], dict[str, float]]:
+        """By rubric one score for each episode (in words what was given where that is no finite number: that episode's failure, not the group's), and the weights. `name` is this call's. All rubrics run at once; the first failure in their order is raised."""
         WHO.set(name)
         group = [tuple(turns) for turns in episodes]
         calls = [guard("scorer", f"rubric {rubric.name!r}", rubric.score(task, group)) for rubric in self._rubrics.values()]
-        values: dict[str, list[float]] = {}
+        values: dict[str, list[float | str]] = {}
         for title, scores in zip(self._rubrics, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(scores, BaseException):
                 raise scores
             if not isinstance(scores, Sequence) or len(scores) != len(group):
-                text = f"rubric {title!r} gave {scores!r} for {len(group)} episodes: it gives one finite number for each"
-                raise EnvironmentFailure("scorer", text[:2000])
-            values[title] = [float(score) if is_number(score) else math.nan for score in scores]
+                text = f"rubric {title!r} gave {told(scores)} for {len(group)} episodes: it gives one finite number for each"
+                raise EnvironmentFailure("scorer", text)
+            values[title] = numbers_or_words(scores)
         return values, {name: float(rubric.weight) for name, rubric in self._rubrics.items()}
 
     async def close(self) -> None:
@@ -182,14 +183,16 @@ def failure(boundary: Boundary, what: str, error: BaseException) -> EnvironmentF
     return EnvironmentFailure(boundary, f"{what}: {words(error)}", retry=isinstance(error, OSError))
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is an int or float that is finite as a float, and no bool."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+def wrong_metrics(metrics: Any) -> str | None:
+    """What of a step's metrics is not as the contract says, in words; None where all is."""
+    if not isinstance(metrics, Mapping):
+        return f"the metrics {told(metrics)}"
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            return f"a metric with the name {told(name)}"
+        if not is_number(value):
+            return f"the metric {name!r:.200} as {told(value)}"
+    return None
 
 
 def wrong_limits(limits: Any) -> list[str]:

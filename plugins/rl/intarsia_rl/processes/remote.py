@@ -102,9 +102,9 @@ class EnvironmentFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What rubrics give: by name one score for each episode; and their weights by name."""
+    """What rubrics give: by name one score for each episode, or in words what was given where that is no finite number; and their weights by name."""
 
-    values: Mapping[str, tuple[float, ...]]
+    values: Mapping[str, tuple[float | str, ...]]
     weights: Mapping[str, float]
 
 

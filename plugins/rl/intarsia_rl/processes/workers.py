@@ -132,7 +132,7 @@ class WorkerPool(Kept):
         return RemoteEpisode(self, f"episode-{self._calls}", task, seed, self.timeout_s if timeout_s is None else timeout_s)
 
     async def score(self, task: Task, episodes: Sequence[Sequence[Turn]]) -> Scores:
-        """What every rubric gives for every episode of a group. EnvironmentFailure("scorer") where one fails; nan for a score that is no finite number; a worker that dies at it is replaced by another one."""
+        """What every rubric gives for every episode of a group. EnvironmentFailure("scorer") where one fails; a score that is no finite number is what was given, in words; a worker that dies at it is replaced by another one."""
         plain, what = [list(episode) for episode in episodes], f"scoring task {task.id!r}"
         self._calls += 1
         name = f"score-{self._calls}"
