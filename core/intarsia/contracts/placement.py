@@ -86,7 +86,8 @@ class Placement(Protocol):
 
     `name` is how messages call it, arguments included (`row(dim=1)`). `accepts` says what it can cut: `"box"`, only tensors that
     are one box (a whole tensor, or a rectangular piece of one), or `"region"`, any piece that an outer cut left behind, which
-    it then sees as a 1-D member in storage order.
+    it then sees as a 1-D member in storage order. A placement whose answers follow from the members' order, shapes, tiles and costs alone, and
+    not from their names, may say so by an attribute `by_shape = True`: of equal blocks a plan then asks it once.
     """
 
     name: str

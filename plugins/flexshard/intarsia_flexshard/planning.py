@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from intarsia.comm import SelfCommunicator
 from intarsia.config import Recipe
+from intarsia.contracts import Placement
 from intarsia.errors import UsageError
 from intarsia.layout import DTYPE_BYTES, Layout
 from intarsia.mesh import AXES, coordinates, full_sizes
@@ -24,6 +25,7 @@ from intarsia_flexshard.bucket import balanced, lay_out, make_geometries
 from intarsia_flexshard.config import FlexShardConfig
 from intarsia_flexshard.gathers import needs_weights
 from intarsia_flexshard.parameters import check_masters, read_in_forward, running
+from intarsia_flexshard.plan import Geometry
 from intarsia_flexshard.quantised import reads_payload
 from intarsia_flexshard.sharing import group, may_lend, slots_needed, turns_of
 from intarsia_flexshard.wire import check_quantisation, make_wire, tile_of
@@ -152,12 +154,20 @@ def cut(
     table.mesh, sizes = mesh, mesh.sizes
     loads: dict[tuple[str, ...], list[float]] = {}
     buckets, names = [], []
+    known: dict[Any, tuple[bool, Geometry, Geometry, list[Layout | None]]] = {}
     for spec in specs:
         placement = balanced(plugins.build(spec.placement), loads, spec.axes, math.prod(sizes[axis] for axis in spec.axes))
         names.append(placement.name)
         infos: list[ParameterInfo] = spec.members
-        shapes, regions, is_cut = lay_out(spec, infos, placement, table, mesh, config)
-        geometry, reduction = make_geometries(spec, shapes, regions, table.dtype, settings.is_split)
+        likeness = _likeness(spec, infos, placement)
+        if likeness is None or likeness not in known:
+            shapes, regions, is_cut = lay_out(spec, infos, placement, table, mesh, config)
+            geometry, reduction = make_geometries(spec, shapes, regions, table.dtype, settings.is_split)
+            known[likeness] = is_cut, geometry, reduction, [info.layout for info in infos]
+        else:  # As another block's: of a model of many equal blocks over thousands of ranks a few are laid out.
+            is_cut, geometry, reduction, layouts = known[likeness]
+            for info, layout in zip(infos, layouts, strict=True):
+                info.layout, info.bucket = layout, spec.name
         replicas = [math.prod(sizes[axis] for axis in spec.replicas)]
         replicas += [] if is_cut else [math.prod(sizes[axis] for axis in spec.axes)]
         wire = None
@@ -165,6 +175,16 @@ def cut(
             wire = make_wire(geometry, [tile_of(info.shape, config.tile) for info in infos], DTYPE_BYTES[spec.compute])
         buckets.append(measure(spec, geometry, reduction, is_cut, replicas, settings, wire, [read[info.name] for info in infos]))
     return buckets, names
+
+
+def _likeness(spec: BucketSpec, infos: Sequence[ParameterInfo], placement: Placement) -> Any:
+    """What a bucket's layouts and geometries follow from, names left out; None where not every placement promises that they do (`by_shape`)."""
+    outer = [[(axis, size, cut if isinstance(cut, str) else (type(cut), cut.name)) for axis, size, cut in info.outer] for info in infos]
+    placements = [placement, *(cut for info in infos for _, _, cut in info.outer if not isinstance(cut, str))]
+    if not all(getattr(each, "by_shape", False) for each in placements):
+        return None
+    members = tuple((info.shape, info.dtype, info.trainable, tuple(cuts)) for info, cuts in zip(infos, outer, strict=True))
+    return type(placement), placement.name, spec.axes, spec.replicas, spec.compute, spec.reduce, spec.payload, members
 
 
 def lay_rings(buckets: Sequence[BucketBytes], forward_only: Sequence[bool]) -> tuple[list[tuple[int, int] | None], list[Ring]]:

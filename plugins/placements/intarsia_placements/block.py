@@ -26,6 +26,7 @@ class BlockPlacement:
     """Shares out tiles."""
 
     accepts: Literal["box", "region"] = "box"
+    by_shape = True
 
     def __init__(self, tile: tuple[int, ...]) -> None:
         if not 1 <= len(tile) <= 3 or any(size < 1 and size != -1 for size in tile):

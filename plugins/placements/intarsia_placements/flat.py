@@ -24,6 +24,7 @@ class FlatPlacement:
     """Cuts the bucket into even ranges of elements."""
 
     accepts: Literal["box", "region"] = "region"
+    by_shape = True
 
     def __init__(self, unit: int) -> None:
         if unit < 1:

@@ -15,6 +15,7 @@ class ReplicatePlacement:
 
     name = "replicate"
     accepts: Literal["box", "region"] = "region"
+    by_shape = True
 
     def partition(self, members: Sequence[Member], ranks: int) -> Partition:
         """See `intarsia.contracts.Placement`."""

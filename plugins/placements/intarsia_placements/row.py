@@ -20,6 +20,7 @@ class DimensionPlacement:
     """Cuts along dimension `dim` of every member. Also what `column` is."""
 
     accepts: Literal["box", "region"] = "box"
+    by_shape = True
 
     def __init__(self, name: str, dim: int) -> None:
         self.dim = dim

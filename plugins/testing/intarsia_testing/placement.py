@@ -9,6 +9,7 @@ so that the kit does not rest on the box arithmetic that it checks.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -243,6 +244,20 @@ class PlacementConformance(Conformance):
                 broken("deterministic", f"{placement.name} gives two answers {words}.")
             if others[placement.name].partition(tuple(members), partition.ranks) != partition:
                 broken("deterministic", f"two objects of {placement.name} with the same settings give two answers {words}.")
+
+        self.for_each_cut(check)
+
+    def test_names_change_nothing_where_it_says_so(self) -> None:
+        """Where `by_shape` is true: members of other names, in another order of the alphabet, are cut alike."""
+
+        def check(placement: Placement, partition: Partition) -> None:
+            if not getattr(placement, "by_shape", False):
+                return
+            count = len(partition.members)
+            members = [dataclasses.replace(member, name=f"z{count - number:04}") for number, member in enumerate(partition.members)]
+            if placement.partition(members, partition.ranks).regions != partition.regions:
+                words = f"over {partition.ranks} ranks for {list(partition.members)}"
+                broken("names change nothing", f"{placement.name} says `by_shape`, and cuts members of other names otherwise {words}.")
 
         self.for_each_cut(check)
 
