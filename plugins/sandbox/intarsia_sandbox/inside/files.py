@@ -92,7 +92,9 @@ def _mounts(folder: str) -> list[str]:
 def _mount_proc(root: str) -> bool:
     os.makedirs(f"{root}/proc", exist_ok=True)
     try:
-        kernel.mount("proc", f"{root}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, "subset=pid")
+        # For reading: where there is one user, what lies there of the first process is the command's to write.
+        flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+        kernel.mount("proc", f"{root}/proc", "proc", flags, "subset=pid")
     except kernel.KernelError:
         return False
     return True

@@ -46,6 +46,8 @@ def first(report: int, go: int, asked: dict[str, Any], two_users: bool) -> None:
         if os.read(go, 1) != GO:
             os._exit(1)
         kernel.prctl("dumpable", kernel.PR_SET_DUMPABLE, 0)
+        # The kernel spares process 1 what others in its namespace send, but for signals that it has a handler for, as Python has for this one.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.setsid()
         try:
             has_proc = files.build(asked["paths"], asked["links"], asked["limits"]["file_bytes"])
