@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -20,6 +25,7 @@ from intarsia_sandbox import process
 from intarsia_sandbox.config import ProcessSandboxConfig
 from intarsia_sandbox.contracts import Completed, SandboxLimits
 from intarsia_sandbox.inside import filter as system_calls
+from intarsia_sandbox.inside import usage
 from intarsia_sandbox.process import ProcessSandbox, build
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -102,9 +108,9 @@ def test_a_user_that_is_not_root_is_confined_as_well(confined):
 
 
 def test_where_there_is_one_user_the_watching_process_cannot_be_bound(confined):
-    """It is the command's own user's then, who may otherwise take its files, its CPU or its turn away."""
+    """It is the command's own user's then, who may otherwise take its files, its CPU or its turn away, interrupt it, or have it chosen where memory runs out."""
     code = """
-import os, resource
+import os, resource, time
 for name, call in {
     "limits": lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0)),
     "priority": lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
@@ -112,11 +118,15 @@ for name, call in {
     "priority of the group": lambda: os.setpriority(os.PRIO_PGRP, 1, 19),
     "policy": lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
     "processors": lambda: os.sched_setaffinity(1, os.sched_getaffinity(0)),
+    "choice where memory runs out": lambda: os.open("/proc/1/oom_score_adj", os.O_WRONLY),
 }.items():
     try:
         print("ESCAPED", name, call())
-    except PermissionError:
-        pass
+    except OSError as error:
+        assert isinstance(error, PermissionError) or error.errno == 30, error
+for number in range(1, 65):
+    os.kill(1, number)
+time.sleep(0.1)
 os.sched_setaffinity(0, os.sched_getaffinity(0)), resource.prlimit(0, resource.RLIMIT_NOFILE, (100, 100)), os.setpriority(os.PRIO_PROCESS, 0, 19)
 print("HELD")
 """
@@ -330,11 +340,24 @@ def test_what_confines_is_said(confined):
     assert set(words) == {"network", "files", "processes", "users", "system calls", "resources"}
 
 
+def test_no_more_waits_in_a_socket_than_is_counted():
+    """The kernel takes a message in whole as long as there is any room."""
+    for small in range(20):
+        with contextlib.ExitStack() as stack:
+            one, _ = (stack.enter_context(each) for each in socket.socketpair())
+            one.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(small):
+                    one.send(b"x")
+                while True:
+                    one.send(bytes(65536))
+            (waiting,) = struct.unpack("i", fcntl.ioctl(one, termios.TIOCOUTQ, bytes(4)))
+            assert waiting <= usage.SOCKET_BYTES
+
+
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_filters_jump_to_lines_that_are_there(machine):
     """Every path through the program ends in a return."""
-    import struct
-
     program = system_calls.program(machine)
     lines = [struct.unpack("HBBI", program[place : place + 8]) for place in range(0, len(program), 8)]
     assert len(lines) < 4096 and lines[-1][0] == system_calls.RETURN

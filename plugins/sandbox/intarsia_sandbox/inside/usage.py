@@ -12,11 +12,11 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def _waiting_bytes() -> int:
-    """What may wait in a socket that nobody reads. Looked up when this is imported: a root of one's own does not show it."""
+    """What may wait in a socket that nobody reads: where less than the kernel's bound does, 32 KiB (or a page) and their head go in whole. Looked up when this is imported: a root of one's own does not show it."""
     most = 212_992
     with contextlib.suppress(OSError, ValueError), open("/proc/sys/net/core/wmem_default") as file:
         most = int(file.read())
-    return most + PAGE
+    return most + max(32_768, PAGE) + 2 * PAGE
 
 
 SOCKET_BYTES = _waiting_bytes()
