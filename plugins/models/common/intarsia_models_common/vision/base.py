@@ -129,7 +129,7 @@ class VisionLanguageModel(LanguageModel):
         trains, and then half of one."""
         if self.config.vision is None:
             return 0.0
-        # Of a later stage of a pipeline nobody asks, and it has no tower.
+        # A later stage of a pipeline has no tower; what it says is not told.
         return tower_flops(self.config.vision, extra.get("grids", ()), *((3.0, 3.0) if self.visual is None else passes(self.visual)))
 
 

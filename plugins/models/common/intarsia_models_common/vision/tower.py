@@ -220,9 +220,13 @@ def linear_flops(module: nn.Module) -> float:
     return sum(2.0 * each.in_features * each.out_features for each in module.modules() if isinstance(each, nn.Linear))
 
 
-def passes(tower: nn.Module) -> tuple[float, float]:
+def passes(tower: VisionTower) -> tuple[float, float]:
     """What forward and backward of a tower cost, in its forward passes: before the mergers, and in them. A part that is frozen has no backward pass, or half of one where something before it trains; one of which a
     piece trains counts whole."""
-    trains = [name.startswith(("merger.", "deepstack.")) for name, parameter in tower.named_parameters() if parameter.requires_grad]
-    trunk, mergers = not all(trains), any(trains)
+    merging = (tower.merger, tower.deepstack)
+    trunk, mergers = (any(_trains(part) for part in tower.children() if (part in merging) is is_merging) for is_merging in (False, True))
     return (3.0 if trunk else 1.0), 3.0 if mergers else 2.0 if trunk else 1.0
+
+
+def _trains(part: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in part.parameters())
