@@ -107,6 +107,12 @@ def test_pairs_that_are_dropped_by_setting_explain_what_differs(meshes):
     assert "FAILED: " in outcomes[0][1] and "of 4 layers (layers.1.feed_forward.experts first) may leave pairs" in outcomes[0][1]
 
 
+def test_a_loss_of_all_ranks_tokens_together_is_one_process_too(meshes):
+    outcomes = on_ranks(meshes, 2, "parallel", "check", "qwen3/moe-debug", "--mesh", "dp_shard=2,ep=2", *SMALL)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes[0][1]
+    assert "Equal to one process within 1e-05" in outcomes[0][1]
+
+
 def test_noise_explains_what_differs(meshes):
     outcomes = on_ranks(meshes, 2, "parallel", "check", "deepseek_v3", "--mesh", "tp=2", *SMALL, "model...jitter=0.1")
     assert [code for code, _ in outcomes] == [1, 1], outcomes[0][1]

@@ -125,6 +125,22 @@ def _lengths(total: int, random: Any) -> tuple[int, ...]:
     return tuple(lengths)
 
 
+def joined(ranks: Sequence[Batch]) -> Batch:
+    """The ranks' rows as one micro-batch."""
+
+    def rows(name: str) -> Tensor:
+        return torch.cat([getattr(each, name) for each in ranks])
+
+    return Batch(
+        rows("tokens_BS"),
+        rows("labels_BS"),
+        rows("positions_BS"),
+        rows("documents_BS"),
+        tuple(lengths for each in ranks for lengths in each.lengths),
+        extra={INDEX: torch.cat([each.extra[INDEX] for each in ranks])},
+    )
+
+
 def counted(batches: Sequence[Sequence[Batch]]) -> int:
     """Labels that count in the whole step."""
     return sum(int((batch.labels_BS != IGNORE).sum()) for ranks in batches for batch in ranks)
@@ -159,7 +175,7 @@ class Recorded:
 
 
 def run_whole(recipe: Recipe, batches: Sequence[Sequence[Batch]], device: torch.device) -> Outcome:
-    """The step on this process alone, by the model as it is written."""
+    """The step on this process alone, by the model as it is written. A micro-batch has all data-parallel ranks' rows: losses that are no sums over tokens, such as a balance of experts, are those of the rows together."""
     from intarsia_eager import engine, whole
     from intarsia_eager.config import WholeConfig
 
@@ -169,7 +185,7 @@ def run_whole(recipe: Recipe, batches: Sequence[Sequence[Batch]], device: torch.
     sharded = whole.build(WholeConfig()).shard(model, table, mesh, world)
     loss = Recorded(plugins.current().build(recipe.loss))
     running = engine.EagerEngine(model, loss)
-    running_batches = [on_device(batch, device) for ranks in batches for batch in ranks]
+    running_batches = [on_device(joined(ranks), device) for ranks in batches]
     model.train()
     state = torch.get_rng_state()
     sums = _sums(running.run(running_batches, 1.0 / max(1, counted(batches)), sharded))
