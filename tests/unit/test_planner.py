@@ -416,6 +416,13 @@ def test_what_cannot_be_planned_is_said_in_words(arguments: list[str], words: st
     assert words in capsys.readouterr().err
 
 
+def test_a_loss_that_learns_from_no_documents_is_refused_with_what_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["arithmetic/debug"], ["llama3/debug", "loss=dpo"]):
+        assert main(["plan", *arguments]) == UsageError.exit_code
+        assert "give them loss=cross_entropy" in capsys.readouterr().err
+    assert main(["plan", "arithmetic/debug", "loss=cross_entropy"]) == 0
+
+
 def test_the_number_of_processes_follows_from_the_mesh() -> None:
     recipe = resolve("llama3/debug", []).recipe
     assert processes(recipe, None) == 8 and processes(recipe, 5) == 5

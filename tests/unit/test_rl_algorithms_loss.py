@@ -367,6 +367,8 @@ def test_what_the_loss_needs_is_said():
     plain = Batch(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), ((2,),))
     with pytest.raises(UsageError, match=r"Set data\.loader=rollouts"):
         loss.count(plain)
+    with pytest.raises(UsageError, match=r"give them loss=cross_entropy"):
+        loss(model, hidden, plain)
     assert loss.count(rollouts(LABELS)) == 4
     cut: Any = SimpleNamespace(cross_entropy=None, head_weight_VD=model.head_weight_VD)
     with pytest.raises(UsageError, match="no `token_log_probs`"):

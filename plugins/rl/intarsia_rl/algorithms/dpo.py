@@ -58,7 +58,8 @@ class DPO:
         """Pairs."""
         if "pairs" not in batch.extra:
             raise UsageError(
-                "The loss `dpo` learns from pairs of documents, and the loader gives none. Set data.loader=preferences, or another loss."
+                "The loss `dpo` learns from pairs of answers, and this batch has none. Set data.loader=preferences, or another loss. `intarsia plan` and `intarsia parallel check` make "
+                "single documents whatever the loader: give them loss=cross_entropy, for the same model without pairs."
             )
         return len(batch.extra["pairs"])
 

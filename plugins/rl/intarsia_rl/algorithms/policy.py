@@ -58,10 +58,7 @@ class PolicyLoss:
 
     def count(self, batch: Batch) -> int:
         """Its trained tokens."""
-        if "weights_BS" not in batch.extra:
-            raise UsageError(
-                "The loss `policy` learns from rollouts, and the loader gives none. Set data.loader=rollouts, or another loss."
-            )
+        _check_rollouts(batch)
         return int((batch.labels_BS != IGNORE).sum())
 
     def reset_gap(self) -> None:
@@ -71,6 +68,7 @@ class PolicyLoss:
 
     def _carried(self, batch: Batch) -> tuple[dict[str, Any], Tensor]:
         """What the trained tokens carried, [N] each, and which of the B S tokens they are."""
+        _check_rollouts(batch)
         where_N = (batch.labels_BS != IGNORE).flatten().nonzero().squeeze(1)
         needed = (*CARRIED, "reference_log_probs") if self.algorithm.needs_reference else CARRIED
         missing = [name for name in needed if f"{name}_BS" not in batch.extra]
@@ -94,6 +92,15 @@ class PolicyLoss:
         gap = torch.cat([gaps_N, gaps_N.new_zeros(1)]).amax()
         self.gap = gap if self.gap is None else torch.maximum(self.gap, gap)
         self.gap_tokens = same_N.sum() if self.gap_tokens is None else self.gap_tokens + same_N.sum()
+
+
+def _check_rollouts(batch: Batch) -> None:
+    """UsageError for a batch of documents."""
+    if "weights_BS" not in batch.extra:
+        raise UsageError(
+            "The loss `policy` learns from rollouts, and this batch is one of documents. Set data.loader=rollouts, or another loss. `intarsia plan` and `intarsia parallel check` make "
+            "documents whatever the loader: give them loss=cross_entropy, for the trainer's side without its rollouts."
+        )
 
 
 def trained_log_probs(
