@@ -403,7 +403,7 @@ def test_the_commands_json_has_every_stage(capsys: pytest.CaptureFixture[str]) -
         (["--gpus", "0"], "--gpus is 0"),
         (["mesh.dp_replicate=3", "--gpus", "4"], "cannot be shared out"),
         (["mesh.tp=5", "--gpus", "5"], "tp=5 does not divide"),
-        (["mesh.pp=2", "--gpus", "2"], "Choose engine=pipeline"),
+        (["mesh.pp=2", "--gpus", "2"], "the engine is `eager`, which runs whole models. Choose engine=pipeline"),
         (["sharder=whole"], "counts the buckets of FlexShard"),
         (["sharder.reshard=alwys"], "Did you mean 'always'"),
         (["optimizer=muon", "optimizer.adjust=spectra"], "Did you mean 'spectral'"),

@@ -108,7 +108,7 @@ def test_a_loader_of_documents_is_refused_before_the_model_is_built(tmp_path):
     overrides = ["loss=dpo", "data.mixture.0.source.limit=3"]
     resolved = resolve("llama3/debug", overrides, [])
     with pytest.raises(
-        UsageError, match=r"`dpo` learns from pairs of answers, and the loader \(PackedConfig\) gives documents.*pairs are of text alone"
+        UsageError, match=r"`dpo` learns from pairs of answers, and the loader \(`packed`\) gives documents.*pairs are of text alone"
     ):
         trainer.train(trainer.Request(resolved, current(), tmp_path / "run", False, False, False))
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
@@ -348,7 +348,7 @@ def test_pairs_without_a_reference_are_refused_where_the_initial_weights_are_gon
 
 
 def test_loader_and_loss_that_do_not_go_together_are_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"the loss is CrossEntropyConfig. Choose loss=dpo"):
+    with pytest.raises(UsageError, match=r"the loss is `cross_entropy`. Choose loss=dpo"):
         train(recipe(tmp_path, "loss=cross_entropy"), tmp_path / "one")
     with pytest.raises(UsageError, match=r"Set data.loader=preferences"):
         train(resolve("llama3/debug", ["loss=dpo", "model.dim=32", "data.mixture.0.source.limit=5"]), tmp_path / "two")

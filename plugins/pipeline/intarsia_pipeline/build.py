@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from intarsia import plugins
+from intarsia.config import EngineConfig
 from intarsia.contracts import Entry
 from intarsia.errors import IntarsiaError, PluginError, UsageError
 
@@ -89,7 +90,7 @@ def schedule_of(config: PipelineScheduleConfig) -> Asked:
     return Asked(entry, made)
 
 
-def name_of(config: PipelineScheduleConfig) -> str:
+def name_of(config: PipelineScheduleConfig | EngineConfig) -> str:
     """The entry's name."""
     return plugins.current().entry_of(config).name
 

@@ -61,7 +61,7 @@ def split(model: nn.Module, table: ParameterTable, mesh: Mesh, recipe: Recipe, s
     ranks = mesh.sizes["pp"]
     engine = recipe.engine
     if not isinstance(engine, PipelineConfig):
-        raise UsageError(f"mesh.pp is {ranks}, and the engine is {type(engine).__name__}, which runs whole models. Choose engine=pipeline.")
+        raise UsageError(f"mesh.pp is {ranks}, and the engine is `{name_of(engine)}`, which runs whole models. Choose engine=pipeline.")
     micro_batches = micro_batches_of(recipe, mesh.data_ranks)
     check_micro_batches(engine.schedule, ranks, micro_batches, engine.few_micro_batches)
     placement = tuple(schedule_of(engine.schedule).placement(ranks))

@@ -17,6 +17,7 @@ from intarsia.comm import Communicator
 from intarsia.config import Recipe
 from intarsia.contracts import Batch, Run, StateItem, Tokenizer
 from intarsia.errors import CheckpointError, DistributedError, IntarsiaError, UsageError
+from intarsia.plugins import current
 
 from intarsia_rl.algorithms.config import check_routes
 from intarsia_rl.config import RolloutsConfig, SamplingConfig
@@ -296,7 +297,7 @@ def check_settings(config: RolloutsConfig, recipe: Recipe) -> None:
 
     if not hasattr(recipe.loss, "algorithm"):
         raise UsageError(
-            f"data.loader=rollouts learns by loss=policy and an algorithm (loss.algorithm=grpo), and the loss is {type(recipe.loss).__name__}."
+            f"data.loader=rollouts learns by loss=policy and an algorithm (loss.algorithm=grpo), and the loss is `{current().entry_of(recipe.loss).name}`."
         )
     Buffer(config.groups, config.max_lag, config.uses)
     wrong = wrong_numbers(config)

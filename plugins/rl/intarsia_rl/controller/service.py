@@ -199,7 +199,7 @@ def config_of(recipe: Recipe) -> RolloutsConfig:
     """The loader's settings. UsageError for a recipe of another loader."""
     loader = recipe.data.loader
     if not isinstance(loader, RolloutsConfig):
-        raise UsageError(f"data.loader is {type(loader).__name__}; a run that learns from rollouts has data.loader=rollouts.")
+        raise UsageError(f"data.loader is `{current().entry_of(loader).name}`; a run that learns from rollouts has data.loader=rollouts.")
     return loader
 
 

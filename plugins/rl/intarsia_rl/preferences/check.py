@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from intarsia.contracts import Run
 from intarsia.errors import UsageError
+from intarsia.plugins import current
 
 from intarsia_rl.algorithms.config import DPOConfig
 
@@ -16,6 +17,6 @@ def check_gives_pairs(run: Run) -> None:
 
     if isinstance(run.parts["data"], StepLoader):
         raise UsageError(
-            f"The loss `dpo` learns from pairs of answers, and the loader ({type(run.recipe.data.loader).__name__}) gives documents. Set data.loader=preferences, whose pairs are of text alone, or "
+            f"The loss `dpo` learns from pairs of answers, and the loader (`{current().entry_of(run.recipe.data.loader).name}`) gives documents. Set data.loader=preferences, whose pairs are of text alone, or "
             "another loss."
         )

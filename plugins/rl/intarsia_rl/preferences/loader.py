@@ -23,6 +23,7 @@ from intarsia.contracts import IGNORE, Batch, Run, StateItem, Tokenizer
 from intarsia.device import on_device
 from intarsia.errors import CheckpointError, UsageError
 from intarsia.hooks import undisturbed
+from intarsia.plugins import current
 from intarsia_data.batches import Row, padding_of, stack
 from intarsia_data.order import key_of, mix
 from intarsia_data.steps import changed_settings
@@ -223,7 +224,7 @@ class PreferencesLoader:
         """Take the run's parts, which make the reference. UsageError where the loss is none for pairs."""
         if not getattr(run.parts["loss"], "learns_from_pairs", False):
             raise UsageError(
-                f"data.loader=preferences gives pairs of documents, of which one is preferred, and the loss is {type(run.recipe.loss).__name__}. Choose loss=dpo."
+                f"data.loader=preferences gives pairs of documents, of which one is preferred, and the loss is `{current().entry_of(run.recipe.loss).name}`. Choose loss=dpo."
             )
         self._run = run
 
