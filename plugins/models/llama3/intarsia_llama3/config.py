@@ -54,7 +54,7 @@ def scaled_rope(factor: float, original_positions: int = 8192) -> RopeConfig:
 
 
 def debug() -> Llama3Config:
-    """1.9 million parameters for the byte tokenizer's 264 ids: trains on a laptop."""
+    """1.8 million parameters for the byte tokenizer's 264 ids: trains on a laptop."""
     return llama3(dim=192, layers=4, heads=6, kv_heads=2, head_dim=32, hidden=576, vocab_size=320, max_positions=4096, embedding_std=0.5)
 
 

@@ -34,7 +34,7 @@ def offer_recipes() -> Sequence[Entry]:
         Entry(
             name="llama3/debug",
             target=f"{recipes}:debug",
-            doc="1.9 M parameters on bytes of the standard library's source: minutes on a laptop.",
+            doc="1.8 M parameters on bytes of the standard library's source: minutes on a laptop.",
         ),
         Entry(name="llama3/1b", target=f"{recipes}:llama3_1b", doc="Llama 3.2 1B, sequence 8192, bfloat16."),
         Entry(name="llama3/3b", target=f"{recipes}:llama3_3b", doc="Llama 3.2 3B, sequence 8192, bfloat16."),
