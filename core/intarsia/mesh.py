@@ -38,8 +38,8 @@ def check_mesh(config: MeshConfig, world: int) -> dict[str, int]:
     if sizes["dp_shard"] == -1:
         if world % others:
             raise UsageError(
-                f"mesh: {world} process{'es' * (world > 1)} cannot be shared out: {spelled} = {others} does not divide {world}, so nothing whole is "
-                f"left for dp_shard. Start a multiple of {others} processes, or change the degrees."
+                f"mesh: {world} process{'es' * (world > 1)} cannot be shared out: {spelled}{f' = {others}' * (' x ' in spelled)} does not divide {world}, so "
+                f"nothing whole is left for dp_shard. Start a multiple of {others} processes, or change the degrees."
             )
         sizes["dp_shard"] = world // others
     total = others * sizes["dp_shard"]

@@ -25,6 +25,8 @@ def test_minus_one_takes_what_is_left() -> None:
         (MeshConfig(dp_shard=2), 1, ["needs 2 processes", "there is 1"]),
         (MeshConfig(cp=0), 1, ["mesh.cp is 0", "at least 1"]),
         (MeshConfig(dp_shard=-2), 1, ["mesh.dp_shard is -2", "or -1"]),
+        (MeshConfig(tp=3), 64, ["shared out: tp 3 does not divide 64, so nothing"]),
+        (MeshConfig(tp=3, cp=2), 64, ["shared out: cp 2 x tp 3 = 6 does not divide 64, so nothing"]),
         (MeshConfig(dp_shard=2, cp=3, ep=4), 6, ["ep 4", "dp_shard 2 x cp 3 x tp 1 = 6", "divisors of 6, or another dp_shard, cp or tp"]),
     ],
 )
