@@ -149,11 +149,12 @@ def test_a_run_that_goes_on_drops_what_it_will_do_again(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["nowhere"], "has no folder rollouts"),
+        (["nowhere"], "There is no directory nowhere"),
+        (["{run}/rollouts"], "has no folder rollouts"),
         (["{run}", "--step", "7"], "there are 1 to 3"),
         (["{run}", "--step", "x"], "is no step N and no range"),
         (["{run}", "--lenght", "7"], "unrecognized arguments"),
-        (["{run}", "--failure", "sandbx"], "invalid choice: 'sandbx'"),
+        (["{run}", "--failure", "sandbx"], "Did you mean 'sandbox'"),
         (["{run}", "--held-out", "--status", "kept"], "evaluations (--held-out) have none"),
         (["{run}", "--limit", "-1"], "--limit is -1; it must be at least 1, or 0 for all"),
     ],

@@ -9,6 +9,7 @@ import argparse
 import atexit
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import intarsia
 from intarsia.contracts import Entry
 from intarsia.discovery import CORE
-from intarsia.errors import IntarsiaError, PluginError, UsageError
+from intarsia.errors import IntarsiaError, PluginError, UsageError, nearest
 from intarsia.plugins import current, use
 
 INTERRUPTED = 130
@@ -53,9 +54,18 @@ class Command(Protocol):
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are UsageErrors. Stability: provisional."""
 
+    def names(self) -> list[str]:
+        """What may be written: its options, what they and its actions choose among, and the actions' own."""
+        inner = [each for action in self._actions if isinstance(action, argparse._SubParsersAction) for each in action.choices.values()]
+        choices = [str(choice) for action in self._actions for choice in action.choices or ()]
+        return [*self._option_string_actions, *choices, *(name for parser in inner for name in parser.names())]
+
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print."""
-        raise UsageError(f"{message}\n{self.format_usage().strip()}\n`{self.prog} --help` says more.")
+        """Raise what argparse would print, with the nearest names."""
+        wrong = re.search(r"arguments:.*?(?<!\S)(--[\w-]+)|choice: '([^']*)'", message)
+        near = nearest(wrong[1] or wrong[2], self.names()) if wrong else []
+        hint = f"Did you mean {' or '.join(map(repr, near))}?\n" if near else ""
+        raise UsageError(f"{message}\n{hint}{self.format_usage().strip()}\n`{self.prog} --help` says more.")
 
 
 def run() -> NoReturn:

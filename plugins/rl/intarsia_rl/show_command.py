@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print to standard output."""
     folder: Path = arguments.directory / FOLDER
+    if not arguments.directory.is_dir():
+        raise UsageError(f"There is no directory {arguments.directory}. A run directory is what `intarsia train` names in its first lines.")
     if not folder.is_dir():
         raise UsageError(
             f"{arguments.directory} has no folder {FOLDER}: it is no run directory, the run has made no step yet, or it does not learn from rollouts "
