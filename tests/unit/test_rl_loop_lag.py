@@ -124,7 +124,7 @@ def test_a_version_that_is_overwritten_while_it_is_read_gives_way_to_the_newest(
 
     async def late(weights: Any, in_flight: Any = "continue") -> None:
         await asyncio.sleep(30.0 if weights.version else 0.0)
-        assert loop._newest is not None
+        assert loop._newest is not None and generators.newest == loop._newest.version
         if loop._newest.version > weights.version + 3 or (lost and weights.version):
             overwritten.append(weights.version)
             raise DistributedError(f"version {weights.version} is not kept (any more)")

@@ -190,6 +190,43 @@ def test_a_restart_takes_the_weights_that_came_while_it_took_others(recipe):
     run_virtually(main())
 
 
+def test_a_restart_during_a_long_drain_takes_the_newest_version_where_the_drained_one_is_gone(recipe):
+    """Transports keep few versions: what one generator still drains for, another cannot read any more, however often it is restarted."""
+
+    async def main():
+        pool, launcher = await pool_of(recipe, count=2, restarts=Restarts(limit=2))
+        kept, asked = [3, 4], []
+
+        async def update(self, weights: WeightVersion, in_flight):
+            asked.append(weights.version)
+            await asyncio.sleep(50.0 if in_flight == "drain" else 1.0)
+            if weights.version not in kept:
+                raise DistributedError(f"version {weights.version} is not kept any more")
+            self._generator.version = weights.version
+
+        service = type(launcher.started[0].service)
+        old, service.update = service.update, update
+        try:
+            drain = asyncio.ensure_future(pool.update(published(4), "drain"))
+            await asyncio.sleep(1.0)
+            kept[:] = [8, 9]
+            pool.announce(published(8))
+            pool.announce(published(9))
+            launcher.started[1].die("killed")
+            await asyncio.sleep(30.0)
+            assert asked == [4, 4, 9] and pool.kills == 1 and not drain.done()
+            assert launcher.started[2].service._generator.version == 9 and pool.version == 4
+            with pytest.raises(DistributedError, match="version 4 is not kept"):
+                await drain
+            await pool.update(published(9))
+            assert asked == [4, 4, 9, 9] and pool.version == 9
+        finally:
+            service.update = old
+        await pool.close()
+
+    run_virtually(main())
+
+
 def test_initial_generators_begin_with_version_0_also_when_restarted(recipe):
     async def main():
         pool, launcher = await pool_of(recipe, count=1, initial=True, version=None)
@@ -584,10 +621,14 @@ def test_an_environment_that_cannot_be_built_says_why():
         (Observation(("text",)), "a str as turn 0 of its observation"),  # type: ignore[arg-type]
         (Observation(None), "whose turns are a NoneType"),  # type: ignore[arg-type]
         (Observation((), tools=("add",)), "a str as a tool of its observation, and no ToolSpec"),  # type: ignore[arg-type]
+        (Observation((), tools=None), "whose tools are a NoneType, and no tuple of ToolSpec"),  # type: ignore[arg-type]
+        (Observation((), rewrites="no"), "whose rewrites is 'no'"),  # type: ignore[arg-type]
         (Observation((), next_actor=None), "whose next_actor is None, and no name"),  # type: ignore[arg-type]
         (Observation((), next_actor=""), "whose next_actor is ''"),
         (Observation((Turn("user", "a", tokens=(1, "b")),)), "turn 0 of its observation with tokens=(1, 'b'), and no tuple of int"),  # type: ignore[arg-type]
         (Observation((Turn("user", "a", tokens=5),)), "with tokens=5"),  # type: ignore[arg-type]
+        (Observation((Turn("user", "a", tokens=""),)), "with tokens=''"),  # type: ignore[arg-type]
+        (Observation((Turn("user", "a", tokens=numpy.array((1, 2))),)), "with tokens=array([1, 2]), and no tuple of int"),  # type: ignore[arg-type]
         (Observation((Turn("user", "a", tool_calls=("add",)),)), "with tool_calls=('add',), and no tuple of ToolCall"),  # type: ignore[arg-type]
         (Observation((Turn("user", (Media("image", 5),)),)), "a medium of the kind 'image' whose data are a int"),  # type: ignore[arg-type]
         (Observation((Turn("user", (Media("image", (b"",)),)),)), "a medium of the kind 'image' whose data are a tuple"),

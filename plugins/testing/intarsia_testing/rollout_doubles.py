@@ -141,7 +141,7 @@ class ScriptedGenerators:
     def __init__(self, script: Callable[[Request], Said]) -> None:
         self._script = script
         self.facts = GeneratorFacts("scripted", MergingTokenizer.vocab_size, 4096, 64, ("forced",))
-        self.version = -1
+        self.version = self.newest = -1
         self.log: list[Generated] = []
         self.requests: list[Request] = []
         self.kills = 0
@@ -170,6 +170,10 @@ class ScriptedGenerators:
         made = Generated(request.id, tuple(tokens), tuple(log_probs), tuple(versions), finish)
         self.log.append(made)
         return made
+
+    def announce(self, weights: WeightVersion) -> None:
+        """Noted in `newest`."""
+        self.newest = weights.version
 
     async def update(self, weights: WeightVersion, in_flight: Literal["continue", "drain"] = "continue") -> None:
         """In force when others have had their turn; `drain` waits for what runs."""

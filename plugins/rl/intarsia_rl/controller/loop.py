@@ -169,6 +169,7 @@ class Loop:
         if self._newest is not None and weights.version < self._newest.version:
             raise UsageError(f"Weights of version {weights.version} come after those of version {self._newest.version}.")
         self._newest = weights
+        self.generators.announce(weights)
         if self._updating is None or self._updating.done():
             self._updating = asyncio.ensure_future(self._update())
 

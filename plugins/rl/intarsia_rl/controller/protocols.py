@@ -26,8 +26,11 @@ class Generators(Protocol):
     async def generate(self, request: Request) -> Generated:
         """The completion, see `intarsia_rl.contracts.Generator`. Cancelling the call aborts the request."""
 
+    def announce(self, weights: WeightVersion) -> None:
+        """These weights are published, and will be in `update`: what starts anew before that takes them at once."""
+
     async def update(self, weights: WeightVersion, in_flight: Literal["continue", "drain"] = "continue") -> None:
-        """Returns when every generator serves these weights."""
+        """Returns when every generator serves these weights, or newer ones that were announced."""
 
     async def stats(self) -> Mapping[int, GeneratorStats]:
         """How each is that serves now."""

@@ -57,6 +57,10 @@ class GeneratorMember:
     stats: GeneratorStats = dataclasses.field(default_factory=GeneratorStats)
     moved: float = dataclasses.field(default_factory=lambda: asyncio.get_running_loop().time())
 
+    def has(self, weights: WeightVersion) -> bool:
+        """Whether it serves these, or newer ones."""
+        return self.version is not None and self.version >= weights.version
+
     def move(self) -> None:
         """It was seen to do something."""
         self.moved = asyncio.get_running_loop().time()
@@ -75,6 +79,7 @@ class GeneratorPool(Kept):
         self.routing, self.timeout_s = routing, timeout_s
         self._keeper: Keeper[GeneratorMember]
         self._weights: WeightVersion | None = None
+        self._newest: WeightVersion | None = None
         self._in_flight: InFlight = "continue"
         self._paused: bool | None = None
         self._keep_when_paused = True
@@ -189,9 +194,15 @@ class GeneratorPool(Kept):
 
     # ------------------------------------------------------------ weights
 
+    def announce(self, weights: WeightVersion) -> None:
+        """These are published, and will be in `update`: a generator that starts meanwhile takes them at once. Those that others still drain for may be gone."""
+        if self._newest is None or weights.version > self._newest.version:
+            self._newest = weights
+
     async def update(self, weights: WeightVersion, in_flight: InFlight = "continue") -> None:
-        """Have these weights in force on every generator when this returns, those that are being restarted included. NumericsError where one read other bytes than were published;
-        UsageError for weights that are older than those it has."""
+        """Have these weights, or newer ones that were announced, in force on every generator when this returns, those that are being restarted included. NumericsError where one read other
+        bytes than were published; UsageError for weights that are older than those it has."""
+        self.announce(weights)
         async with self._order:
             if self._weights is not None and weights.version < self._weights.version:
                 raise UsageError(f"version {weights.version} is older than {self._weights.version}, which the generators have.")
@@ -202,7 +213,7 @@ class GeneratorPool(Kept):
                     members = list(self._keeper.members.items())
                     await self._all(self._update(index, member, weights) for index, member in members)
                     serving = self._keeper.members.values()
-                    if len(serving) == self._keeper.count and all(member.version == weights.version for member in serving):
+                    if len(serving) == self._keeper.count and all(member.has(weights) for member in serving):
                         return
                     await changed
                 finally:
@@ -211,7 +222,7 @@ class GeneratorPool(Kept):
                         await changed
 
     async def _update(self, index: int, member: GeneratorMember, weights: WeightVersion) -> None:
-        if member.version == weights.version:
+        if member.has(weights):
             return
         member.updating += 1
         member.move()
@@ -286,13 +297,13 @@ class GeneratorPool(Kept):
             self.facts = generator.facts
         member, paused = GeneratorMember(generator), None
         while True:
-            weights = self._weights
-            if weights is not None and member.version != weights.version:
+            weights = self._newest
+            if weights is not None and not member.has(weights):
                 try:
                     await asyncio.wait_for(generator.update(weights), self.timeout_s)
                     member.version = weights.version
                 except (IntarsiaError, EnvironmentFailure):
-                    if self._weights is weights:
+                    if self._newest is weights:
                         raise
                 continue  # newer ones may have come, and these may be gone
             if self._paused is not None and paused != self._paused:
