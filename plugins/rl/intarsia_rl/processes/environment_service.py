@@ -219,8 +219,11 @@ def wrong_observation(observation: Any) -> str | None:
         return None
     if not isinstance(observation, Observation):
         return f"the observation {observation!r:.200}, which is no Observation"
-    if not isinstance(observation.turns, (tuple, list)):
-        return f"an observation whose turns are a {type(observation.turns).__name__}, and no tuple of Turn"
+    for name, of in (("turns", "Turn"), ("tools", "ToolSpec")):
+        if not isinstance(given := getattr(observation, name), (tuple, list)):
+            return f"an observation whose {name} are a {type(given).__name__}, and no tuple of {of}"
+    if not isinstance(observation.rewrites, bool):
+        return f"an observation whose rewrites is {told(observation.rewrites)}, which is neither true nor false"
     if not isinstance(observation.next_actor, str) or not observation.next_actor:
         return f"an observation whose next_actor is {observation.next_actor!r:.200}, and no name"
     for tool in observation.tools:
@@ -238,7 +241,7 @@ def wrong_observation(observation: Any) -> str | None:
             return f"turn {place} of its observation with the content {turn.content!r:.200}, which is neither text nor a tuple of texts and Media"
         if (medium := next((part for part in parts if isinstance(part, Media) and not is_medium(part)), None)) is not None:
             return f"turn {place} of its observation with a medium of the kind {medium.kind!r:.50} whose data are a {type(medium.data).__name__}: an image is a path or bytes, a video these or a tuple of bytes"
-        for name, value in (("tokens", turn.tokens or ()), ("tool_calls", turn.tool_calls)):
+        for name, value in (("tokens", () if turn.tokens is None else turn.tokens), ("tool_calls", turn.tool_calls)):
             kind = int if name == "tokens" else ToolCall
             if not isinstance(value, (tuple, list)) or not all(type(item) is kind for item in value):
                 return f"turn {place} of its observation with {name}={value!r:.200}, and no tuple of {kind.__name__}"
