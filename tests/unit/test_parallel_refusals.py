@@ -67,7 +67,7 @@ REFUSED = {
     ),
     "no such method": ("llama", 2, ("mesh.cp=2", "parallel=declared", "parallel.context=rings"), ["'rings'", "Did you mean 'ring'"]),
     "degrees that do not multiply": ("llama", 4, ("mesh.tp=2", "mesh.dp_shard=1"), ["tp 2 needs 2 processes, but there are 4"]),
-    "degrees that leave nothing whole": ("llama", 4, ("mesh.tp=3",), ["tp 3 = 3 does not divide 4"]),
+    "degrees that leave nothing whole": ("llama", 4, ("mesh.tp=3",), ["tp 3 does not divide 4"]),
     "a degree of 0": ("llama", 4, ("mesh.cp=0",), ["`mesh.cp`", "at least 1", "is 0"]),
     "local experts": (
         "deepseek",

@@ -136,7 +136,7 @@ def test_another_engine_is_refused() -> None:
     from intarsia_eager.config import EagerConfig
 
     recipe = chz.replace(recipe_of("1f1b", 4), engine=EagerConfig())
-    with pytest.raises(UsageError, match=r"mesh.pp is 2, and the engine is EagerConfig.*engine=pipeline"):
+    with pytest.raises(UsageError, match=r"mesh.pp is 2, and the engine is `eager`.*engine=pipeline"):
         parts(recipe, 2)
 
 
